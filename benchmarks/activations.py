@@ -67,7 +67,7 @@ def _run(layers: Layers, activation_format: str, i: int) -> Tensor:
 
 
 def _gemm(layers: Layers, fast: bool) -> Variant:
-    """The product by torch._scaled_mm of x rounded to fp8 and one weight, with their scales."""
+    """A variant in which torch._scaled_mm multiplies one weight by x, rounded to fp8. Both have scales."""
     (stored, scale), scales = quantize_activation(layers.x), layers.scales
 
     def run(i: int) -> Tensor:

@@ -63,7 +63,7 @@ class Baseline(NamedTuple):
         return self.name.endswith("bool masks")
 
     def build(self) -> Callable[..., Tensor]:
-        """The function to call. It compiles at its first call, for fixed shapes."""
+        """The function to call. Unless the mode is "eager", its first call compiles it, for fixed shapes."""
         if self.mode == "eager":
             return self.function
         return torch.compile(self.function, fullgraph=True, dynamic=False, options=OPTIONS[self.mode] or None)

@@ -21,7 +21,8 @@ LOADS_IN_FLIGHT_PER_THREAD = 4
 GEMM = "library GEMM"
 GEMM_TOKENS = 8192
 GEMM_LAYERS = 2
-"""Number of layers that the GEMM rotates through. The results of these layers are several times as large as L2."""
+"""Number of layers that the GEMM rotates through. A result is several times as large as L2, so no weight stays in L2
+until its next turn."""
 MIN_GEMM_TOKENS = 16
 """With fewer tokens, reads take longer than arithmetic for any number of masks, so GEMMs are not timed."""
 MAX_SEPARATE_GEMM_TOKENS = 64

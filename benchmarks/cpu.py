@@ -58,7 +58,7 @@ def read_loop() -> Callable[[Tensor, Tensor], None]:
 
 
 def layers_for(bytes_of_layer: int) -> int:
-    """The number of layers that are `CACHES_OF_LAYERS` times as large as the last-level cache.
+    """The number of layers that together are at least `CACHES_OF_LAYERS` times as large as the last-level cache.
 
     It is even, because a SwiGLU layer takes the weights of two MGLU layers.
     """

@@ -2,10 +2,11 @@
 
 python -m benchmarks.decode_model --out DIR [--fp8] [--resume]
 
-The models have random weights in bfloat16 and a static cache, and decode greedily. torch.compile compiles the start,
-one block for all blocks, and the head. A whole step is one CUDA graph, which passes its tokens to the next step. The
-logits are compared with float64 for the same tokens: their error may be at most `ERROR_OVER_EAGER` times the error of
-the model in eager mode.
+The models have random weights in bfloat16 and a static cache, and decode greedily. torch.compile compiles three parts:
+the start (the embedding), one block for all blocks, and the head. A whole step is one CUDA graph, which passes its
+tokens to the next step. The logits are compared with float64 for the same tokens: their error may be at most
+`ERROR_OVER_EAGER` times the error of the model in eager mode.
+
 `--resume` works as in benchmarks/train.py.
 
 With `--fp8`, all linear layers except the head have fp8 weights with a scale per row. MGLU uses `mglu_ops.quantize`.
@@ -39,7 +40,7 @@ MODELS = {
     "Llama-3.1 8B": Sizes(layers=32, hidden=4096, intermediate=14336),
 }
 OPTIONS = {"coordinate_descent_tuning": True, "triton.enable_pdl": True}
-"""Options of torch.compile that make both kinds of models faster."""
+"""Options of torch.compile that make the models faster, with SwiGLU and with SwiMGLU."""
 PROTOCOL = (
     "a token of each sequence, greedy, static cache; the step compiled (coordinate descent, programmatic dependent "
     "launch; a row a compilation) "

@@ -146,7 +146,7 @@ def _kernels() -> Any:
 
 
 def _align(ids: Tensor, experts: int, tile: Tile) -> _Blocks:
-    """Sort pairs into blocks on the device. One token's experts all differ, so each of its pairs is a block."""
+    """Sort pairs into blocks on the device. The experts of a single token differ, so its pairs stay as they are."""
     if ids.shape[0] == 1:
         return _Blocks(ids, ids, ids, ids.numel())
     pairs, filled = ids.numel(), min(ids.numel(), experts)
@@ -196,7 +196,7 @@ def triton_layer(tile: Tile, x: Tensor, both: Tensor, down: Tensor, ids: Tensor,
     """The whole layer, `[T, h]`."""
     blocks = _align(ids, both.shape[0], tile)
     y = _product(x, both, None, None, ids, blocks, tile)
-    wide = tile._replace(columns=2 * tile.columns)  # this projection has no value, so a tile has room for more columns
+    wide = tile._replace(columns=2 * tile.columns)  # one product, not gate and value, leaves room for more columns
     return _product(y, down, None, expert_weights, ids, blocks, wide).view(*ids.shape, -1).sum(1)
 
 

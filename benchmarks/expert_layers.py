@@ -51,8 +51,8 @@ class ExpertLayers:
         whole: the layers have down projections too.
         dtype: dtype of x and dense weights.
         device: device of all tensors.
-        count: number of layers. By default, the experts in use of all layers together exceed `COLD_BYTES`, even with
-            one mask.
+        count: number of layers. By default, enough for the weights of their experts in use, without masks, to exceed
+            `COLD_BYTES` together.
 
     Attributes:
         x: `[tokens, h]`.

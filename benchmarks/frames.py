@@ -106,7 +106,8 @@ def shown(rows: pd.DataFrame, form: Callable[[float], str] = us, column: str = "
 def in_order(rows: pd.DataFrame, lines: str | list[str], columns: str, cells: pd.Series) -> pd.DataFrame:
     """Arrange `cells`, one for each of `rows`, in a frame.
 
-    Values of the columns `lines` become the index, and values of the column `columns` the columns, in their order.
+    The values of the columns `lines` become the index. The values of the column `columns` become the frame's columns,
+    in the order in which they first occur.
     """
     return rows.assign(cell=cells).pivot_table("cell", lines, columns, aggfunc="first", sort=False)
 

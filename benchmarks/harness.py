@@ -57,7 +57,7 @@ class Captured(GraphTimer):
         self.error, self.budget = float("nan"), float("inf")
 
     def replay(self) -> None:
-        """Run all layers once. Unlike a reference to the graph, one to this bound method keeps the layers alive."""
+        """Run all layers once. A reference to this bound method keeps the layers alive; one to the graph would not."""
         self.graph.replay()
 
     def check(self, dtype: torch.dtype) -> None:
@@ -84,7 +84,7 @@ class Captured(GraphTimer):
 def relative_error(output: Tensor | None, expected: Tensor) -> float:
     """The relative error of `mglu_ops.accuracy`, but infinite if the output is missing or has NaN.
 
-    NaN would be no error, because `NaN > budget` is false, and `max` may drop NaN.
+    NaN would count as correct, because `NaN > budget` is false, and `max` may drop NaN.
     """
     error = float("nan") if output is None else accuracy.relative_error(output, expected)
     return float("inf") if math.isnan(error) else error

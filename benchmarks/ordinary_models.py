@@ -188,7 +188,7 @@ class MaskedTanh(nn.Module):
 
 
 class MaskedTanhStep(nn.Module):
-    """Two elementwise operators without weights. A stack of these layers has no matrix product before the last one."""
+    """Two elementwise operators without weights. A model of these layers has one matrix product, in its head."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return torch.tanh(x * mask)
@@ -206,7 +206,7 @@ MASKED_LAYERS: Mapping[str, type[nn.Module]] = {
 
 
 class Masked(nn.Module):
-    """Layers of one kind of `MASKED_LAYERS` that share a mask, and a projection."""
+    """Layers of one kind of `MASKED_LAYERS` that share a mask, followed by a projection."""
 
     mask: Tensor
 

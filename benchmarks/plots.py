@@ -49,7 +49,7 @@ CEILING = Style("#000000", "", "--")
 CUDA = Style("#0072B2", "o")
 TRITON = Style("#009E73", "s")
 THIN: Any = {"color": CEILING.color, "linestyle": CEILING.linestyle, "linewidth": 1}
-"""Style of a line that marks a ratio of 1."""
+"""Style of a thin dashed line, such as the line at a ratio of 1."""
 SWIGLU = Style("#CC79A7", "", "-.")
 COMPILED = Style("#E69F00", "^")
 EAGER = Style("#D55E00", "v")

@@ -22,7 +22,7 @@ Weights = tuple[Tensor, ...]
 def decoded_swiglu(
     format: WeightFormat, x: Tensor, gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor
 ) -> Tensor:
-    """SwiGLU that decodes a weight just before its product. torch.compile fuses the decoding."""
+    """SwiGLU that decodes each weight just before its product. torch.compile fuses the decoding."""
     gate, up = format.dequantize(gate, gate_scale, x.dtype), format.dequantize(up, up_scale, x.dtype)
     return F.silu(F.linear(x, gate)) * F.linear(x, up)
 
@@ -64,7 +64,7 @@ def int4_swiglu(x: Tensor, both: Tensor, scales: Tensor) -> Tensor:
 def int4_packed(weight: Tensor, scale: Tensor) -> Weights:
     """Convert the weight and scales of `int4_group` to the layout of torch's kernel for int4."""
     swapped = (weight << 4) | (weight >> 4)  # torch stores even columns in the upper four bits
-    zeros = torch.zeros_like(scale)  # both formats store w + 8; torch adds a zero point to the scaled weight
+    zeros = torch.zeros_like(scale)  # `int4_group` and torch store w + 8; torch also adds a zero point
     return torch._convert_weight_to_int4pack(swapped, 8), torch.stack((scale, zeros), -1).transpose(0, 1).contiguous()
 
 

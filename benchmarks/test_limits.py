@@ -70,7 +70,7 @@ def test_time_of_the_pass_is_linear_in_the_graph(step: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU, and torch sees none")
 @pytest.mark.parametrize("problem", Sweep(masks=(1, 4, 8, 16)).problems(), ids=str)
 def test_one_token(benchmark: Any, problem: Problem) -> None:
-    """The chosen kernel reaches 70% of the read ceiling. A round replays a graph of layers of more than 1 GB once.
+    """The chosen kernel reaches 70% of the read ceiling. Each round replays one graph, whose layers exceed 1 GB.
 
     `extra_info` holds the microseconds per layer, and the fraction of the read ceiling in the same process.
     """

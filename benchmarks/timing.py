@@ -103,7 +103,7 @@ def under_load(
 
     Args:
         calls: name -> function to time. Each function must have run before, so that nothing is compiled here.
-        clock: measures a number of calls. It must start at once, so that the load before it still has its effect. A
+        clock: measures a number of calls. It must start right after the load, whose effect would otherwise fade. A
             barrier between ranks may come first, because it is short.
         rounds: the largest number of rounds.
         seconds: a call is repeated for this time before its clock starts, and then timed for this time.

@@ -40,7 +40,7 @@ TOKENS = 8192
 MASKS = (1, 4)
 LOADS = ("balanced", "zipf")
 CHECKED_ROWS = 256
-"""Up to this many rows of two experts, the first and the last that have rows, are compared with float64."""
+"""Most rows to compare with float64 in each of two experts: the first and the last expert that have rows."""
 PROTOCOL = (
     "calls between two events, variants in turns whose order changes; a turn repeats its call for 60 ms and is then "
     "timed for 60 ms or one call; median over 5 to 9 rounds, us per forward and backward; gradients dropped before "

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import flop_registry
 from .shapes import example, submodule
 from .symbols import is_inplace_name
 
-_TORCH = ("torch", "_operator", "math")  # modules whose functions only call operators
+_TORCH = ("torch", "_operator", "math")  # modules whose functions only call operators, with the exceptions below
 
 _OUTSIDE_OF_OPERATORS = ("torch._dynamo", "torch.autograd", "torch.utils")
 """Parts of torch whose functions do more than call operators. For example, helpers of Dynamo register hooks."""
@@ -145,7 +145,7 @@ def _number(value: Any) -> Any:
 
 
 def as_function(node: Node) -> Callable[..., Any]:
-    """The function that a node calls. A module of torch runs with copies of its parameters and buffers."""
+    """The function that a node calls. A module of torch runs with uninitialised tensors as parameters and buffers."""
     if node.op == "call_method":
         return lambda tensor, *args, **kwargs: getattr(tensor, str(node.target))(*args, **kwargs)
     if node.op == "call_function":

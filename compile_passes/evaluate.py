@@ -3,12 +3,12 @@
 The value of a node follows from the values of its arguments, so the rules compose. A new spelling is one more rule in a
 module of `rules`, or only an entry in the table of `symbols`. A node that no rule knows is a leaf.
 
-A graph is read in three steps. Each visits every node once, so the time is linear in the length of the graph:
+A graph is read in three steps. Each step visits every node once, so the time is linear in the length of the graph:
 
 1. *Roles*: which float and integer tensors are used as masks, and which weights they mask. Only the use of a float
    tensor tells if it is a mask or a weight, because both factors of `W * m` are float tensors.
-2. *Masks and weights* (`rules.WEIGHT_RULES`). A float tensor that is the mask of a role also has an assumed value, a
-   mask. The assumed value counts only where the tensor multiplies the weight of the role (`factor`).
+2. *Masks and weights* (`rules.WEIGHT_RULES`). A float tensor that is the mask of a role gets a second, assumed value: a
+   binary mask. The assumed value counts only where the tensor multiplies the weight of the role (`factor`).
 3. *Layers* (`rules.LAYER_RULES`): products of x and a weight, activations, terms and sums. This step is skipped if no
    weight is masked, and it reads only weights that are masked somewhere in the graph.
 """
@@ -51,7 +51,7 @@ class Evaluation(Recogniser):
         self._constants = constants
         self._roles = frozenset(_roles_of_masks(graph, self))
         masks = {mask for _, mask in self._roles}
-        nodes = list(graph.nodes)  # without the nodes that rules imagine (`Recogniser.imagine`)
+        nodes = list(graph.nodes)  # a copy, because rules add nodes to the graph (`Recogniser.imagine`)
         for node in nodes:
             value = self._values[node] = self._evaluate(node, WEIGHT_RULES_BY_SYMBOL, self._leaf)
             self.has_masks |= isinstance(value, (Binary, Levels))
@@ -64,9 +64,9 @@ class Evaluation(Recogniser):
                     self._values[node] = self._evaluate(node, LAYER_RULES_BY_SYMBOL, self._values.get)
 
     def _assume(self, node: Node, is_mask: bool) -> None:
-        """Record the value that a node would have if tensors used as masks were binary, if this differs from its value.
+        """Record that a node is assumed to be a binary mask, if it is used as a mask or computed from assumed masks.
 
-        `is_mask` is True if the node is a tensor that is used as a mask.
+        `is_mask` is True if the node is used as a mask.
         """
         is_known = isinstance(self._values[node], (Scalar, Levels, Binary, Bundle))
         if is_mask and not is_known and dtype_of(node) is not torch.bool:
@@ -158,7 +158,10 @@ An operation that turns another tensor into a mask, such as `round` of a sigmoid
 """
 
 Role = tuple[Hashable, Hashable]
-"""The key of a weight, and the key of the float or integer tensor that masks it; for a slice, the key of its stack."""
+"""The key of a weight, and the key of the float or integer tensor that masks it.
+
+If that tensor is a slice of a stack, the key is the stack's.
+"""
 
 
 def _roles_of_masks(graph: Graph, recogniser: Recogniser) -> Iterator[Role]:
@@ -238,7 +241,7 @@ def _original(weight: Any) -> Any:
 
 
 def _parts(factor: Node) -> list[Node]:
-    """The tensors that a `stack` or `cat` joins to a factor; `[factor]` if the factor is any other node."""
+    """The tensors that a factor joins, if it is a `stack` or `cat`; otherwise `[factor]`."""
     call = as_call(factor)
     if call is None or call.symbol not in ("stack", "cat") or not isinstance(call.args[0], (list, tuple)):
         return [factor]

@@ -2,8 +2,8 @@
 
 An exported program contains the values of its parameters, buffers and constants. Masks that are computed from such
 tensors are packed once, by this pass: the packed bits become a buffer, and the logits leave the program. The result is
-for inference. An export with grad mode on records gradients. They would select the training operator, so the pass drops
-them.
+for inference. An export with grad mode on records which tensors require gradients. Such a tensor would make the pass
+insert the training operator, so the pass drops these records.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def fuse_exported(
 
     Masks that are functions of parameters, buffers and constants are packed now, and tensors that only the packing
     needs (mask logits, float masks) are dropped. The values of a constant float mask prove that it is binary.
-    `mglu::forward_ste` of an `mglu_ops.nn` layer becomes `mglu::forward` in the same way, and `grouped_forward_ste` of
-    experts becomes `grouped_forward`.
+    Training operators that layers of `mglu_ops.nn` have called are replaced as well: `mglu::forward_ste` by packing and
+    `mglu::forward`, and `mglu::grouped_forward_ste` of experts by packing and `mglu::grouped_forward`.
 
     Args:
         program: the result of `torch.export.export`, traced with or without `no_grad`; it is not changed.
@@ -125,7 +125,7 @@ def _lower_to_aten(graph: Graph) -> None:
     mode = detect_fake_mode([node.meta.get("val") for node in graph.nodes])
     for node in list(graph.nodes):
         is_arithmetic = node.target in (operator.add, operator.mul) and isinstance(node.meta.get("val"), Tensor)
-        is_result = node.op == "call_method" or is_arithmetic  # new, though it has the `val` of the root it replaces
+        is_result = node.op == "call_method" or is_arithmetic  # a new node to which the pass gave its root's `val`
         is_new = "val" not in node.meta or is_result
         if not is_new or node.op not in ("call_function", "call_method"):
             continue
@@ -303,7 +303,7 @@ def _is_pure(node: Node, constant: dict[Node, None]) -> bool:
 
 
 _KEEP_A_WEIGHT = ("mul", "linear", "matmul", "t", "mT", "transpose")
-"""Symbols of the calls that read a weight. A mask also has a user with another symbol, which makes its complement."""
+"""Symbols of the calls that read a weight. A mask has at least one other user: the call that makes its complement."""
 
 
 def _values_of_constants(folder: _Folder) -> Callable[[Node], Tensor | None]:

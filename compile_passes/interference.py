@@ -104,7 +104,7 @@ def _check_reads(view: View, root: Node, interior: Sequence[Node], reads: Collec
 
 
 def _check_backward(view: View, root: Node, interior: Sequence[Node], reads: Collection[Node]) -> None:
-    """Refuse a layer if a later node writes to a tensor that backward reads, with the operator or without it.
+    """Refuse a layer if a later node writes to a tensor that the backward pass reads, of the operator or of the layer.
 
     A call with unknown effects counts as a write. So does a gradient hook, because with the operator the hook would see
     another gradient. Writes to the root's memory do not count: backward does not read the operator's result.
@@ -162,7 +162,8 @@ def with_strides_of(view: View, root: Node, nodes: Sequence[Node]) -> Node:
         result, found = copy[-1], trial.run(copy)
         if _strides(found) != _strides(wanted):
             raise Refusal(f"`{root.name}` has strides {wanted.stride()}, which no copy of the operator's result has")
-    # A later node may write to the result, and autograd refuses writes to a view that was made under `no_grad`.
+    # A later node may write to the result. Autograd refuses writes to a view that was made under `no_grad`, so the
+    # result must be a copy.
     if found._is_view() and torch.is_grad_enabled() and not requires_grad(root):
         result = result.graph.call_method("clone", (result,))
     return result
@@ -174,8 +175,8 @@ class _Trial:
     def __init__(self, view: View, root: Node) -> None:
         self._modes, self._root = view.modes(root), root
         self._fake_mode = FakeTensorMode()
-        # AOTAutograd traces functional tensors. Only for them is it an error if inference mode makes a view of a tensor
-        # from outside, so the trial uses them as well.
+        # AOTAutograd traces functional tensors. For these, but not for fake tensors, it is an error if a view of a
+        # tensor from outside is made in inference mode. So the trial uses functional tensors to see the error.
         self._functional_mode = FunctionalTensorMode() if self._modes.in_inference_mode else None
         self._values: dict[Node, Any] = {}
 

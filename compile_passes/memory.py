@@ -78,7 +78,7 @@ class Memory:
         self._given: dict[Hashable, int] = {}
         """For a storage of an input, parameter or constant, the position of its node.
 
-        If such a storage is joined to another root, the root has the position of the join.
+        If such a storage is joined to another root, that root is added with the position of the join.
         """
         self._writes: dict[Hashable, tuple[list[int], list[Node]]] = {}
         self._returned = graph.output_node().all_input_nodes
@@ -97,7 +97,7 @@ class Memory:
         held = {storage for i in effect.shares for storage in self.storages[inputs[i]]}
         own = set(_traced(node))
         if held and effect.is_known and own and own <= held:
-            held = own  # the example value is more precise, for example for a call with several results
+            held = own  # more precise than the effect, which does not tell the results of a call apart
         held = held | own
         if not effect.is_known and not own and not node.users:
             held = set()  # the call returns nothing
@@ -221,9 +221,9 @@ class Surroundings:
     def tell(self, memory: Memory, body: GraphModule | None) -> None:
         """Record in the memory of a body what the graphs around it do.
 
-        The graphs around a body may write to its operands after the call, and may make gradients that can be
-        differentiated again. An input of the body has the example value of the operand, so input and operand have the
-        same storage.
+        After a call of the body, the graphs around it may write to the call's operands. They may also compute gradients
+        that can be differentiated again. An input of the body has the example value of the operand that is passed to
+        it, so both have the same storage.
         """
         for call in self._calls.get(body, ()) if body is not None else ():
             around = self._memories.get(call.graph)

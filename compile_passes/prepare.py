@@ -27,8 +27,8 @@ _NUMBER = (bool, int, float, *_SYMBOLIC)
 def record_examples(gm: GraphModule, inputs: Sequence[Any] | None = None) -> None:
     """Record the value of each node on fake tensors, as Dynamo does.
 
-    `torch.export` records values without gradients, which do not show which masks are trained. So this function runs
-    the graph again, unless Dynamo has recorded the whole graph for inputs like `inputs`.
+    The values that `torch.export` records never require a gradient, so they do not show which masks are trained. So
+    this function runs the graph again, unless Dynamo has recorded the whole graph for inputs like `inputs`.
 
     Args:
         gm: the graph module, whose nodes receive `meta["example_value"]`.
@@ -69,7 +69,7 @@ def _is_like(given: Any, recorded: Any) -> bool:
 
 
 def _is_recorded(graph: Graph) -> bool:
-    """True if Dynamo recorded a value for every node that is read, under the current grad mode.
+    """True if Dynamo recorded a value for every node that is read, and did so under the current grad mode.
 
     Nodes that switch the grad mode or autocast need no value, because only the nodes that switch back read them.
     """
@@ -209,8 +209,8 @@ def _calls(graph: Graph) -> list[Node]:
 def _can_inline(call: Node, without_gradient: set[Node] | None) -> bool:
     """True if the body of a call can be inlined.
 
-    `without_gradient` is None if no gradients are needed. Otherwise it holds the nodes of the bodies inlined so far.
-    Then the body must record no gradient, and operands that may have to be detached need example values.
+    `without_gradient` is None if no gradients are needed. Otherwise it holds the nodes of the bodies inlined so far,
+    and the body of this call must record no gradient. Operands that may have to be detached need example values.
     """
     turns_on, body_node, *operands = call.args
     body = submodule(call.graph, body_node)

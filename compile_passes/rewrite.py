@@ -41,10 +41,10 @@ class Replacement:
 
 
 def replacement(recogniser: Recogniser, layer: Layer) -> Replacement:
-    """Insert nodes that compute a layer, without readers yet, before the root of the layer in the view.
+    """Insert nodes that compute a layer before its root in the graph of the view; no node reads them yet.
 
-    If the layer is refused with its stored weight, for example because a node overwrites this weight, the operator
-    reads the decoded weight.
+    The operator reads the stored weight if the layer has one. If that is refused, for example because a node overwrites
+    the stored weight, the operator reads the decoded weight.
 
     Raises:
         Refusal: nodes around the layer prevent fusing. After this or any other error, the view is unchanged.

@@ -48,7 +48,10 @@ def find_sites(graph: Graph, recogniser: Recogniser) -> list[Site]:
 
 
 def parts_of(recogniser: Recogniser, site: Site) -> list[Site]:
-    """The smaller sums that a site adds, which may be fused if the site is refused. Empty for too many terms."""
+    """The smaller sums that a site adds, which may be fused if the site is refused.
+
+    The list is empty for a site with more than `MAX_MASKS` terms.
+    """
     if len(site.terms) > MAX_MASKS:
         return []
     operands = [site.root]

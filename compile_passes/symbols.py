@@ -142,7 +142,7 @@ _TWO = "input, other"
 def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     """`(symbol, signature, spellings)` for every symbol.
 
-    A string is the name of a method. In-place forms are not listed, because they are found by their trailing
+    A string is the name of a method. In-place forms need no entry, because `_out_of_place` finds them by their trailing
     underscore. All signatures of one symbol must pass the same arguments to the rules.
     """
     # Arithmetic

@@ -114,7 +114,7 @@ _VALUES: Mapping[int, Pair] = {1: (0, 1), -1: (1, 0)}  # `at` of a mask (1) and 
 
 @dataclass(frozen=True)
 class Product:
-    """The elementwise product `a * b` at `node`, or its transpose, if nothing tells which factor is the mask."""
+    """The elementwise product `a * b` at `node`, or its transpose. It is not known which factor is the mask."""
 
     node: Node
     a: Node

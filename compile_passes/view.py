@@ -5,9 +5,9 @@ as `w`. In the view each node holds one value, as in static single assignment fo
 
 A graph without writes is its own view. Otherwise the view is a copy:
 
-- A write to all of a tensor that the graph itself has made (`y += term`, `silu(inplace=True)`, `w[M] = 0`) becomes a
-  function of the old value, and later nodes read the result of the function. The rules need not know that the node
-  writes.
+- A write to a tensor that the graph itself has made (`y += term`, `silu(inplace=True)`, `w[M] = 0`) becomes a function
+  of the tensor's old value, if all of the new value is known. Later nodes read the result of the function. The rules
+  need not know that the node writes.
 - After any other write, a later read of the tensor, or of a tensor that shares its memory, becomes a read of a new
   node, about which nothing is known (`overwritten`).
 
@@ -231,7 +231,7 @@ def _record_gradient(node: Node) -> None:
 
 
 def _is_same_kind(value: Any, other: Tensor) -> bool:
-    """True if a value is a tensor with the dtype, rank and strides of `other`. In-place views change the strides."""
+    """True if a value is a tensor with the dtype, rank and strides of `other`. For example, `t_` changes strides."""
     if not isinstance(value, Tensor):
         return False
     return (value.dtype, value.dim()) == (other.dtype, other.dim()) and str(value.stride()) == str(other.stride())

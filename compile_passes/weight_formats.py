@@ -224,7 +224,7 @@ def _applied(node: Node, values: tuple[Number, ...]) -> tuple[Number, ...] | Non
 
 
 def _run(node: Node, inputs: Mapping[Node, Tensor]) -> Tensor | None:
-    """Run a call that moves elements on tensors of positions.
+    """Run a call, which only moves elements, on the positions of the elements.
 
     Returns None for a view that needs the strides or the dtype of the program's tensor.
     """
@@ -267,7 +267,7 @@ def _with_scales(decoding: _Decoding, dtype: torch.dtype) -> StoredWeight:
 
 
 def _is_scale(dtype: torch.dtype | None, fmt: WeightFormat) -> bool:
-    """True if `dtype` is floating, with 16 bits or more, and the scales of the format represent all of its numbers."""
+    """True if `dtype` is a float of at least 16 bits, and the format's scale dtype represents all of its numbers."""
     return dtype in FLOATING and fmt.scale_dtype is not None and _represents(fmt.scale_dtype, dtype)
 
 

@@ -33,7 +33,7 @@ from mglu_ops.timer import Replay, layers_for, milliseconds
 
 PACKAGE = Path("build/examples/demo.pt2")  # git ignores build/
 BYTES_OF_COPIES, MAX_COPIES = 256 << 20, 32
-"""A layer is timed in up to `MAX_COPIES` copies, which together have this size, so weights do not come from a cache."""
+"""A layer is timed in several copies of `BYTES_OF_COPIES` in all, so that weights do not come from a cache."""
 
 HEAD_WIDTH, CONTEXT, BATCH = 32, 128, 8
 PROMPT = b"The syntax for "
@@ -65,7 +65,7 @@ Apply = Callable[[nn.Module, Tensor], Tensor]
 
 @dataclass
 class Variant:
-    """Several copies of a layer, a function that calls one of them, and its relative error against float64."""
+    """Several copies of a layer, a function that calls one of them, and the result's relative error against float64."""
 
     name: str
     apply: Apply

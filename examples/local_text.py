@@ -39,7 +39,7 @@ def decode(tokens: Tensor) -> str:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer whose tokens are those of `encode`. Token 0 ends a text, because texts have no zero bytes."""
+    """A tokenizer that gives the same tokens as `encode`. Token 0 ends a text, because texts have no zero bytes."""
     # As in GPT-2's vocabulary, characters with code points above 255 stand for bytes that cannot be printed.
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))

@@ -33,8 +33,8 @@ def main() -> None:
         print("packed the masks; save the model once more, and the next start need not")
     prompt = encode(options.prompt)[None].expand(options.batch, -1).to(device)
 
-    # Transformers compiles `generate` with a static cache, but only on GPUs. `reduce-overhead` records CUDA graphs, and
-    # `fullgraph=True` raises an error at a graph break.
+    # Because the cache is static, Transformers compiles the steps of `generate`, but only on GPUs. `reduce-overhead`
+    # records CUDA graphs, and `fullgraph=True` raises an error at a graph break.
     compiled = CompileConfig(fullgraph=True, mode="reduce-overhead")
     print("steps are compiled into CUDA graphs" if device == "cuda" else "no GPU: steps are not compiled")
     for call in ("first", "second"):

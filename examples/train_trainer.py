@@ -2,8 +2,8 @@
 
     python examples/train_trainer.py
 
-The example writes the trained model to `build/examples/mglu-llama` (with mask logits, to train
-further) and to `build/examples/mglu-llama-frozen` (with packed masks, for inference). Both have a tokenizer, so that
+The example writes the trained model to `build/examples/mglu-llama` (with mask logits, to train further) and to
+`build/examples/mglu-llama-frozen` (with packed masks, for inference). Both folders have a tokenizer, so that
 evaluate.py and vLLM can read them. The example takes about a minute on 2 CPU cores. In a clone,
 `pip install ".[transformers]"` installs what it needs.
 """

@@ -19,12 +19,12 @@ from .tuning import command as tuning
 PROG = "python -m mglu_ops"
 
 COMMANDS = (passes, packaging, build, tuning, bench, params)
-"""The modules of the commands. Each has a function `add_parser(subparsers)`, which gives the options a default `run`: a
-function that takes the options and returns the exit code."""
+"""The modules of the commands. The function `add_parser(subparsers)` of a module adds the command's parser and sets the
+parser's default `run`: a function that takes the parsed options, runs the command and returns the exit code."""
 
 OWN_PACKAGES = ("benchmarks", "compile_passes", "mglu_ops")
 DISTRIBUTIONS = {"cuda": "cuda-core"}
-"""The names under which pip installs modules, where they differ from the module's name."""
+"""Maps a module to the package that contains it for pip, if the two have different names."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

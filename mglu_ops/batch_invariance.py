@@ -1,8 +1,9 @@
-"""A process-wide switch. While it is on, the result of a row has the same bits in every batch.
+"""A process-wide switch. While it is on, the result of a row of x has the same bits in every batch.
 
 Every kernel is deterministic, but the number of tokens decides which kernel runs, and kernels sum in different orders.
 While the switch is on, `mglu::forward` runs only kernels whose order of summation does not depend on the number of
-tokens. It refuses calls without such a kernel: on a CPU, in float64, and in training, which uses torch's GEMMs.
+tokens. Calls that no such kernel can run are refused: calls on a CPU, in float64, or in training, which uses torch's
+GEMMs.
 """
 
 from __future__ import annotations

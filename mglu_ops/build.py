@@ -1,4 +1,4 @@
-"""The command line of `build`, which builds kernels before calls need them. The module does not import torch."""
+"""The command line of `build`, which builds kernels before calls need them. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _kernels(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, int]]]:
-    """Yield `(kernel, target, macros)` for each kernel that packs masks or runs one of the contiguous layers."""
+    """Yield `(kernel, target, macros)` for the kernels that pack masks and the kernels that run the options' layers."""
     import torch
 
     from .backends.cuda.choice import choose

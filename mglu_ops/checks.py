@@ -89,7 +89,8 @@ def check_backward(given: BackwardGiven) -> None:
     for name in ("logits_dtype", "mask_weights_dtype"):
         check_floating(name, getattr(given, name))
     leading, out_features, n_masks = given.x.shape[:-1], given.weight.shape[0], given.packed_masks.shape[-1]
-    # Partials of a layer with mask weights have more rows, and are valid even if the mask weights need no gradient.
+    # mask_weights_dtype is None also if there are mask weights that need no gradient. Then only the size of partials
+    # tells that there are mask weights.
     weighted = rows_of_partials(n_masks, has_mask_weights=True)
     has_mask_weights = given.mask_weights_dtype is not None or same_sizes(given.partials.shape[-2:-1], (weighted,))
     partials = (*leading, rows_of_partials(n_masks, has_mask_weights), out_features)

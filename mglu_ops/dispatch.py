@@ -1,9 +1,9 @@
 """Chooses the backend for a call of an operator, prepares the call and runs it.
 
-A `Call` describes what an operator was given. The first backend that can run the described call is chosen, and prepares
-it: the backend decides everything about the call except its tensors. The choice depends only on the description. Later
-calls with the same description reuse the prepared call. Nothing is tuned or timed at run time. `backend=` overrides the
-choice, for tests and for tuning.
+A `Call` describes the arguments of an operator. The first backend that can run the described call is chosen, and
+prepares it: the backend decides everything about the call except its tensors. The choice depends only on the
+description. Later calls with the same description reuse the prepared call. Nothing is tuned or timed at run time. Tests
+and tuning override the choice by the argument `backend`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CALLS_KEPT = 4096
 """The capacity of the cache of prepared calls. A full cache is cleared, and calls are prepared again."""
 
 _prepared: dict[Key, Prepared] = {}
-"""The prepared calls. The keys are results of `metadata_key` for inference, and of `arguments_key` for other tasks."""
+"""The prepared calls. A key is a result of `metadata_key` for the task `forward`, and of `arguments_key` for others."""
 
 
 # --- The choice of a backend -----------------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ REFUSED = (
 
 
 def explain_dispatch(*args: Any, **kwargs: Any) -> Choice:
-    """The backend and the kernel that would run a call of an operator. Reads no tensor values.
+    """Return the backend and the kernel that would run a call of an operator, without reading tensor values.
 
     Args:
         *args: an operator, such as `torch.ops.mglu.experts_forward`, and its arguments. Without an operator, they are
@@ -112,7 +112,7 @@ def explain_dispatch(*args: Any, **kwargs: Any) -> Choice:
 
 
 def _in_order(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """All arguments of a schema in its order. Raises TypeError if one is missing or unknown."""
+    """Return the arguments in the order of a schema. Raises TypeError if one is missing or unknown."""
     names = [argument.name for argument in schema.arguments]
     found = {**dict(zip(names, args, strict=False)), **kwargs}
     missing = [one.name for one in schema.arguments if one.name not in found and not one.has_default_value()]
@@ -140,7 +140,7 @@ def _task_and_call(task: str, given: Any) -> tuple[Task, Call]:
 
 
 def choose(task: Task, call: Call) -> Choice:
-    """The first backend that can run a task; raises the errors of `explain_dispatch`."""
+    """Choose the first backend that can run a task. Raises the errors of `explain_dispatch`."""
     declined: list[Reason] = []
     for backend in _candidates(task, call):
         reason = backend.reason(task, call)
@@ -154,7 +154,7 @@ def choose(task: Task, call: Call) -> Choice:
 
 
 def _candidates(task: Task, call: Call) -> list[Backend]:
-    """The backends for the call's device; in the batch-invariant mode, those that run the task batch-invariantly."""
+    """Return the backends for the call's device; in the batch-invariant mode, those that run the task in this mode."""
     if call.batch_invariant:
         return [backend for backend in BACKENDS.values() if task in backend.batch_invariant_tasks]
     return [backend for backend in BACKENDS.values() if backend.device_type in (None, call.device.type)]
@@ -207,7 +207,7 @@ def is_known(key: Key | None) -> bool:
 
 
 def forward(given: Given, *, backend: str | None = None, launch: Any = None) -> Tensor:
-    """The result `[..., out_features]` of a call whose arguments have been checked.
+    """Run a call whose arguments have been checked, and return its result `[..., out_features]`.
 
     Args:
         given: the arguments.
@@ -240,7 +240,7 @@ def _announced(task: Task, call: Call, op: str) -> Choice:
 
 
 def _asked_for(name: str, task: Task, call: Call) -> Backend:
-    """The backend called `name`. Raises the errors of `forward`."""
+    """Return the backend called `name`. Raises the errors of `forward`."""
     if name not in BACKENDS:
         raise ValueError(f"backend: got {name!r}, must be {', '.join(sorted(BACKENDS))}")
     backend = BACKENDS[name]
@@ -302,13 +302,13 @@ class OfRoundedX:
 
 
 def pack_masks(masks: Tensor) -> Tensor:
-    """The packed masks of bool masks `[n_masks, out_features, in_features]`."""
+    """Pack bool masks `[n_masks, out_features, in_features]`."""
     backend = _packing_backend(masks)
     return pack(masks) if backend is None else backend.pack(masks)
 
 
 def pack_logits(mask_logits: Tensor) -> Tensor:
-    """The packed masks `M = logits > 0` of logits `[n_masks, out_features, in_features]`, or of E experts' logits."""
+    """Pack the masks `logits > 0` of mask logits `[(E,) n_masks, out_features, in_features]`."""
     backend = _packing_backend(mask_logits)
     if backend is not None:
         return backend.pack(mask_logits)
@@ -318,15 +318,15 @@ def pack_logits(mask_logits: Tensor) -> Tensor:
 
 
 def _packing_backend(masks: Tensor) -> Backend | None:
-    """The backend that packs these masks in one pass over them; None if torch must pack them."""
+    """Return the backend that packs these masks in one pass over them; None if torch must pack them."""
     return next((backend for backend in BACKENDS.values() if backend.can_pack(masks)), None)
 
 
-# --- Training, and the second half of experts -------------------------------------------------------------------------
+# --- Training, and the down projections of experts --------------------------------------------------------------------
 
 
 def train(key: Key | None, given: Given) -> tuple[Tensor, Tensor]:
-    """The result `[..., out_features]`, and the partial derivatives `[..., rows, out_features]` that backward needs.
+    """Return the result `[..., out_features]`, and the partials `[..., rows, out_features]` that backward needs.
 
     `key` is the `arguments_key` of the operator and its arguments.
     """
@@ -341,13 +341,13 @@ def train(key: Key | None, given: Given) -> tuple[Tensor, Tensor]:
     if given.x is x:
         return result, partials
     leading = x.shape[:-1]
-    # The result may not be a view, since autograd does not allow detaching a view in place.
+    # The result must not be a view, since autograd does not allow detaching a view in place.
     result = torch.ops.aten._unsafe_view(result, (*leading, *result.shape[1:]))
     return result, partials.view(*leading, *partials.shape[1:])
 
 
 def backward(key: Key | None, given: BackwardGiven) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, weight, mask logits and mask weights; gradients that are not needed are empty.
+    """Return the gradients of x, weight, mask logits and mask weights; gradients that are not needed are empty.
 
     `key` is the `arguments_key` of the operator and its arguments.
     """
@@ -373,7 +373,7 @@ def _of_backward(given: BackwardGiven) -> Call:
 
 
 def down(key: Key | None, given: DownGiven, *, backend: str | None = None, launch: Any = None) -> Tensor:
-    """The result `[T, out_features]`. `key` is as in `train`, and `backend` and `launch` are as in `forward`."""
+    """Return the result `[T, out_features]`. `key` is as in `train`; `backend` and `launch` are as in `forward`."""
     prepared = _prepared.get(key) if key and backend is None else None
     given = given.in_rows()
     if prepared is None:
@@ -387,7 +387,7 @@ def down(key: Key | None, given: DownGiven, *, backend: str | None = None, launc
 
 
 def down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of y, weight and expert_weights; gradients that are not needed are empty."""
+    """Return the gradients of y, weight and expert_weights; gradients that are not needed are empty."""
     given = given.in_rows()
     call = Call.of_down(given)
     choice = choose("down_backward", call)
@@ -395,7 +395,7 @@ def down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool]) 
 
 
 def untrainable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why experts in this dtype cannot be trained on this device; None if they can."""
+    """Return the reason why experts in this dtype cannot be trained on this device; None if they can."""
     call = Call.contiguous(device, dtype, 1, 1, 16, 16).over_experts(1, 1, None)
     try:
         choose("train", replace(call, batch_invariant=False))

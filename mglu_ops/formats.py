@@ -16,7 +16,7 @@ is in the low four bits of the byte, and the number of the odd column in the hig
 
 A mask selects whole elements of W, so it is the same in every format. The kernels decode W once for all masks.
 
-In inference, `activation_format` rounds x to 8 bits as well:
+In inference, x can be rounded to 8 bits as well. `activation_format` names its format:
 
 | format | x that is multiplied | scale | weight formats |
 |---|---|---|---|

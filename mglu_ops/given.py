@@ -45,15 +45,15 @@ class Given(NamedTuple):
 
     @staticmethod
     def of_ids(x: Tensor, weight: Tensor, packed_masks: Tensor, expert_ids: Tensor, *rest: Any) -> Given:
-        """The arguments of `mglu::experts_forward`, in its schema's order. Raises TypeError if expert_ids is None."""
+        """Take the arguments of `mglu::experts_forward` in its schema's order. Raises TypeError if ids are None."""
         check_dense("expert_ids", expert_ids)  # torch accepts None for a tensor
-        return Given(x, weight, packed_masks, *rest, expert_ids=expert_ids)  # type: ignore[misc] # rest ends before it
+        return Given(x, weight, packed_masks, *rest, expert_ids=expert_ids)  # type: ignore[misc] # rest has no ids
 
     @staticmethod
     def of_offs(x: Tensor, weight: Tensor, packed_masks: Tensor, offs: Tensor, *rest: Any) -> Given:
-        """The arguments of `mglu::grouped_forward`, in its schema's order. Raises TypeError if offs is None."""
+        """Take the arguments of `mglu::grouped_forward` in its schema's order. Raises TypeError if offs is None."""
         check_dense("offs", offs)  # torch accepts None for a tensor
-        return Given(x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest ends before it
+        return Given(x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest has no offs
 
     @property
     def out_features(self) -> int:
@@ -78,7 +78,7 @@ class Given(NamedTuple):
         return tuple(self.x.shape[:-1] if self.expert_ids is None else self.expert_ids.shape)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name, without those that are None."""
+        """Return the tensors by name, without arguments that are None."""
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
     def addresses(self, out: Tensor) -> dict[str, int]:
@@ -129,7 +129,7 @@ class Given(NamedTuple):
 
 
 class SteGiven(NamedTuple):
-    """The arguments of `mglu::forward_ste`, or with offs of `mglu::grouped_forward_ste`. Shapes are as in `Given`."""
+    """The arguments of `mglu::forward_ste`, or with offs of `mglu::grouped_forward_ste`, shaped as in `Given`."""
 
     x: Tensor
     weight: Tensor
@@ -141,12 +141,12 @@ class SteGiven(NamedTuple):
 
     @staticmethod
     def of_offs(x: Tensor, weight: Tensor, mask_logits: Tensor, offs: Tensor, *rest: Any) -> SteGiven:
-        """The arguments of `mglu::grouped_forward_ste`, in its schema's order. Raises TypeError if offs is None."""
+        """Take the arguments of `mglu::grouped_forward_ste` in its schema's order. Raises TypeError if offs is None."""
         check_dense("offs", offs)
-        return SteGiven(x, weight, mask_logits, *rest, offs=offs)  # type: ignore[misc] # rest ends before it
+        return SteGiven(x, weight, mask_logits, *rest, offs=offs)  # type: ignore[misc] # rest has no offs
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name, without those that are None."""
+        """Return the tensors by name, without arguments that are None."""
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
     def packed(self, packed_masks: Tensor) -> Given:
@@ -169,7 +169,7 @@ class DownGiven(NamedTuple):
     weight_format: str = "dense"
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name, without those that are None."""
+        """Return the tensors by name, without arguments that are None."""
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
     def in_rows(self) -> DownGiven:
@@ -209,12 +209,12 @@ class BackwardGiven(NamedTuple):
     def of_offs(
         grad_output: Tensor, x: Tensor, weight: Tensor, packed_masks: Tensor, offs: Tensor, *rest: Any
     ) -> BackwardGiven:
-        """The arguments of `mglu::grouped_backward`, in its schema's order. Raises TypeError if offs is None."""
+        """Take the arguments of `mglu::grouped_backward` in its schema's order. Raises TypeError if offs is None."""
         check_dense("offs", offs)  # torch accepts None for a tensor
-        return BackwardGiven(grad_output, x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest ends before it
+        return BackwardGiven(grad_output, x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest has no offs
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors by name, without those that are None."""
+        """Return the tensors by name, without arguments that are None."""
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
 
     def in_rows(self) -> BackwardGiven:
@@ -241,7 +241,7 @@ class BackwardGiven(NamedTuple):
         )
 
     def empty_gradients(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Uninitialised gradients of x, weight, mask logits and mask weights; empty tensors for those not needed."""
+        """Return uninitialised gradients of x, weight, mask logits and mask weights; empty if not needed."""
         x, needs, n_masks = self.x, self.needs, self.packed_masks.shape[-1]
         *experts, d, h = self.weight.shape
         logits, mask_weights = (*experts, n_masks, d, h), (*x.shape[:-1], n_masks)
@@ -265,7 +265,7 @@ OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
     "experts_forward": ("forward", Given.of_ids),
     "experts_down": ("down", DownGiven),
 }
-"""Maps each operator to what it does, and to the function that takes its arguments in the order of its schema."""
+"""Maps each operator to its kind ("ste" has learned masks), and to the function that takes its arguments in order."""
 
 
 def as_rows(tensor: Tensor) -> Tensor:

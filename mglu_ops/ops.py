@@ -4,11 +4,11 @@
 |---|---|
 | `mglu::pack_masks(masks)` | bool or {0, 1} masks in the packed format (`mglu_ops.masks`) |
 | `mglu::pack_logits(mask_logits)` | the masks `logits > 0` in the packed format, in one pass over the logits |
-| `mglu::pack_expert_logits(mask_logits)` | the same for the logits of experts |
+| `mglu::pack_expert_logits(mask_logits)` | the masks of all experts in the packed format, from their logits |
 | `mglu::unpack_masks(packed_masks, in_features)` | bool masks: the inverse of packing |
 | `mglu::forward(x, weight, packed_masks, activation, mask_weights, ...)` | the layer with fixed masks |
 | `mglu::forward_ste(x, weight, mask_logits, activation, mask_weights)` | the layer with learned masks; packs them |
-| `mglu::forward_train(...)` | forward, and the partial derivatives that backward reads; autograd calls it |
+| `mglu::forward_train(...)` | the result and the partial derivatives that backward reads; for autograd |
 | `mglu::backward(...)` | all gradients of a layer |
 | `mglu::grouped_forward(x, weight, packed_masks, offs, ...)` | the layers of experts, for rows sorted by expert |
 | `grouped_forward_ste`, `grouped_forward_train`, `grouped_backward` | as for one layer, with `offs` after the masks |
@@ -209,13 +209,13 @@ def _unpack_masks_fake(packed_masks: Tensor, in_features: int) -> Tensor:
 
 
 def fake_result(given: Given) -> Tensor:
-    """The result of the fake kernel of an operator of inference."""
+    """Check the arguments of an inference operator and return its fake result."""
     checks.check_forward(given)
     return given.x.new_empty((*given.leading, given.out_features))
 
 
 def _register_forward(op: Any, given_of: Callable[..., Given]) -> None:
-    """Register an operator of inference; `given_of` takes the arguments in the order of its schema."""
+    """Register an inference operator. `given_of` takes the operator's arguments in the order of its schema."""
     name = op._schema.name.split("::")[1]
 
     @kernel(name)
@@ -266,7 +266,7 @@ def _register_ste(op: Any, given_of: Callable[..., SteGiven]) -> None:
     def autograd(*args: Any) -> tuple[Tensor, Tensor]:
         if needs_gradient(*args):
             given = given_of(*args)
-            check_dense("mask_logits", given.mask_logits)  # `_Layer` would take None for a call with packed masks
+            check_dense("mask_logits", given.mask_logits)  # if they are None, `_Layer` expects packed masks
             x, weight, mask_logits, activation, mask_weights, offs = given
             return apply_function(_Layer, x, weight, mask_logits, None, offs, activation, mask_weights)[:2]
         with torch._C._AutoDispatchBelowAutograd():
@@ -365,7 +365,7 @@ def _experts_down_autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
 
 @kernel("experts_down_backward")
 def _experts_down_backward(grad_output: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of y, weight and expert_weights; gradients that are not needed are empty."""
+    """Return the gradients of y, weight and expert_weights; gradients that are not needed are empty."""
     given, needs = DownGiven(*args[:4]), args[4]
     _check_real({"grad_output": grad_output, **given.tensors()})
     checks.check_down_backward(grad_output, given, needs)
@@ -400,7 +400,7 @@ for _op in (pack_masks, pack_logits, pack_expert_logits, unpack_masks):
 
 
 class _Layer(torch.autograd.Function):
-    """The gradient of a layer, or with offs of experts. Either `mask_logits` or `packed_masks` is None."""
+    """A layer and its derivative; with `offs`, the layers of experts. `mask_logits` or `packed_masks` is None."""
 
     @staticmethod
     def forward(
@@ -455,7 +455,7 @@ class _Layer(torch.autograd.Function):
 
 
 class _Down(torch.autograd.Function):
-    """The gradient of `mglu::experts_down`."""
+    """`mglu::experts_down` and its derivative."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
@@ -487,7 +487,10 @@ def decoded(x: Tensor, weight: Tensor, scale: Tensor | None, weight_format: str)
 
 
 def _differentiable(given: Given) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, the packed masks and the partials of a call that autograd records."""
+    """Return result, packed masks and partials of a call that autograd records.
+
+    With ids there are no partials, and x is returned in their place.
+    """
     x, weight, packed_masks, activation, mask_weights, scale, weight_format, activation_format, ids, offs = given
     if ids is not None or activation_format != "dense" or weight_format != "dense" or scale is not None:
         checks.check_forward(given)
@@ -506,7 +509,7 @@ def _sorted_by_expert(given: Given) -> Tensor:
         )
     if not any(type(tensor).__name__ == "DTensor" for tensor in given.tensors().values()):
         return _by_sorted_rows(given)
-    from .sharding import on_local_tensors  # it imports torch.distributed.tensor
+    from .sharding import on_local_tensors  # `sharding` imports torch.distributed.tensor
 
     return on_local_tensors(_by_sorted_rows, given)
 
@@ -549,13 +552,13 @@ for _op in (forward, forward_ste, grouped_forward, grouped_forward_ste, experts_
     register_autocast(_op)
 
 
-# --- vmap: a batch of tokens becomes more tokens of one call; any other batch becomes a loop of calls ----------------
+# --- vmap: if only arguments with tokens are batched, one call takes all tokens; otherwise vmap is a loop of calls ---
 
 
 def _vmap_tokens(op: Any, tokens: set[str], out_dims: Any = 0) -> Callable[..., Any]:
-    """Return the vmap rule that makes a batch more tokens. `tokens` names the arguments with dimensions of tokens.
+    """Return the vmap rule that turns a batch into more tokens. `tokens` names the arguments with token dimensions.
 
-    In operators over experts, these arguments have exactly one such dimension.
+    In operators over experts, each of these arguments has exactly one dimension of tokens.
     """
     names = names_of(op)
 

@@ -70,7 +70,8 @@ def fake(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            # DTensor calls the fake kernel for the shapes of the results before it looks for a sharding rule.
+            # DTensor calls the fake kernel, for the shapes of the results, before it looks for a sharding rule. So it
+            # finds the rules that are registered here.
             if "torch.distributed.tensor" in sys.modules:
                 _register_dtensor_rules_once()
             return function(*args, **kwargs)
@@ -223,7 +224,7 @@ def _autocast(op: Any, device_type: str) -> Callable[..., Any]:
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     check_dense(name, tensor)
-    # float64 stays as it is, as in F.linear. So does a stored weight, which is meaningless without its scales.
+    # float64 stays as it is, as in F.linear. So does a stored weight, whose dtype its format prescribes.
     return tensor.to(dtype) if tensor.dtype in (torch.float16, torch.bfloat16, torch.float32) else tensor
 
 

@@ -25,7 +25,7 @@ def sort_pairs(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _sorted_dtype(experts: int, dtype: torch.dtype) -> torch.dtype:
-    """The dtype to which the ids are cast. A radix sort passes over memory once for each byte of an id."""
+    """The dtype to which ids are cast before sorting. A radix sort passes over memory once for each byte of an id."""
     return torch.int16 if experts <= torch.iinfo(torch.int16).max else dtype
 
 

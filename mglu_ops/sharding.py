@@ -14,7 +14,7 @@ The operators over experts have these shardings; their weights have a dimension 
 
 | sharding | operators | x or y, ids, other weights | weight, scales, packed masks | result | gradients summed |
 |---|---|---|---|---|---|
-| column parallel | all | replicated | `Shard(1)` | `Shard(-1)` | x or y, weights of masks, of experts |
+| column parallel | all | replicated | `Shard(1)` | `Shard(-1)` | x or y, mask weights or expert weights |
 | row parallel | `experts_down` | y `Shard(2)`, others replicated | `Shard(2)` | a sum over the ranks | expert weights |
 | token parallel | those with `expert_ids` | `Shard(0)` | replicated | `Shard(0)` | weight |
 
@@ -49,12 +49,12 @@ _replicate, _partial = Replicate(), Partial()
 
 
 def _behind_masks(placement: Placement) -> Placement:
-    """Return the placement of the same dimension in a tensor with one more dimension in front, the masks."""
+    """Convert a placement of a weight to a placement of its mask logits, which have a dimension of masks in front."""
     return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
 
 
 def _placements(x: Any) -> Iterator[tuple[Placement, Placement, Placement]]:
-    """Yield the placements of x, of the rows of the weight, and of the result."""
+    """Yield the placements of x, of the rows of the weight, and of the result, for each sharding of a layer."""
     last = x.ndim - 1
     yield _replicate, _replicate, _replicate
     yield _replicate, Shard(0), Shard(last)
@@ -295,8 +295,8 @@ def _experts_down_backward(
 def on_local_tensors(run: Callable[[Given], Tensor], given: Given) -> Tensor:
     """Run a differentiable function of the arguments of `mglu::experts_forward` on the local parts of DTensors.
 
-    A dimension of the mesh along which the rows of the weight are sharded is column parallel, one along which the
-    tokens of x are sharded is token parallel, and all others are replicated.
+    For each dimension of the mesh, the call is column parallel if the rows of the weight are sharded along it, else
+    token parallel if the tokens of x are sharded along it, and otherwise replicated.
     """
     tensors = given.tensors()
     mesh = next(tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor))
@@ -320,7 +320,7 @@ def on_local_tensors(run: Callable[[Given], Tensor], given: Given) -> Tensor:
 
 
 def _way(given: Given, dim: int) -> str:
-    """Say how a dimension of the mesh divides a call of `mglu::experts_forward`: a key of `_PLACEMENTS`."""
+    """Return how a dimension of the mesh divides a call of `mglu::experts_forward`, as a key of `_PLACEMENTS`."""
     for name, tensor, wanted in (("columns", given.weight, Shard(1)), ("tokens", given.x, Shard(0))):
         if isinstance(tensor, DTensor) and tensor.placements[dim] == wanted:
             return name
@@ -333,13 +333,13 @@ _PLACEMENTS: dict[str, dict[str, Placement]] = {
     "tokens": dict.fromkeys(_ROWS_OF_TOKENS, Shard(0)),
     "replicated": {},
 }
-"""The placements of the tensors and of the result, for each result of `_way`. Missing ones are replicated."""
+"""The placements of the tensors and of the result, by the value of `_way`. Tensors not listed are replicated."""
 _GRADIENTS: dict[str, dict[str, Placement]] = {
     "columns": {**_PLACEMENTS["columns"], "x": _partial, "mask_weights": _partial},
     "tokens": {**_PLACEMENTS["tokens"], **dict.fromkeys(_WEIGHTS, _partial)},
     "replicated": {},
 }
-"""The placements of the gradients. A rank has one term of the gradient of a tensor that is replicated."""
+"""The placements of the gradients, by the value of `_way`. `_partial`: each rank has one term of the gradient."""
 
 
 def _register(op: Any, rule: Callable[..., list[Option]], first_option: int | None = None) -> None:

@@ -11,8 +11,9 @@ import torch
 class Size(int):
     """An integer that also holds the expression by which it was computed from named values.
 
-    It compares as the integer that it is, so code that gets Sizes decides as for these values. Sums, differences,
-    products and quotients (`//`) of Sizes, `least` and `greatest` are Sizes; the result of anything else is an int.
+    It compares like its value, so code that branches on a Size takes the branch for this value. Negatives, sums,
+    differences, products and quotients (`//`) of Sizes are Sizes, and so are the results of `least` and `greatest`. All
+    other operations return plain integers.
 
     Attributes:
         expression: the expression in the syntax that Python and C++ share, with the functions `floor_div`, `least` and
@@ -63,7 +64,7 @@ class Size(int):
 
 
 def text(size: int) -> str:
-    """The expression of a `Size`, or the digits of another integer."""
+    """Return the expression of a `Size`, or the digits of a plain integer."""
     return size.expression if isinstance(size, Size) else str(int(size))
 
 

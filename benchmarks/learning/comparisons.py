@@ -38,7 +38,8 @@ QUANTILES = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 
 class Difference(NamedTuple):
     """The mean difference of two layers, and its noise: half the width of its 95% confidence interval, NaN if unknown.
 
-    `deviation` is the standard deviation that the noise follows from: of paired differences, or between seeds.
+    `deviation` is the standard deviation from which the noise follows: of the paired differences, or of the losses
+    between seeds.
     """
 
     mean: float
@@ -102,7 +103,7 @@ class Study:
         self.deviations = {size: deviation_of(self._noisy(corpus, size)) for size in sizes}
 
     def _noisy(self, corpus: str, size: str) -> list[pd.Series]:
-        """The losses of the layers of pairs with `noise` whose two layers were both trained at this size."""
+        """The losses of each layer in a pair with `noise`, if both layers of the pair were trained at this size."""
         asked = COMPARISONS[COMPARISONS.noise & (COMPARISONS.corpus == corpus)]
         pairs = {*zip(asked["layer"], asked["compared with"], strict=True)}
         if corpus == "python":

@@ -11,11 +11,12 @@ To make the same text again later, use packages of exact versions: `--text FOLDE
 `FOLDER/python` instead of the installed packages, and `--digest` refuses a corpus with another hash. With `--bytes`,
 each byte is a token, so that the hash depends on nothing but the text.
 
-Packages are held out as a whole. A manual page or an RFC counts as a package, and in Linux a folder or file of the
-second level. In `FOLDER/python`, a package is a folder or file of the fourth level, because losses on hundreds of small
-packages differ less by seed. Held-out files are dropped if another package has the same file, or if training text has
-most of their lines. A kind with more than 100 MB is subsampled at random, as for the committed results;
-`--megabytes inf` takes all of it. The text is not committed; the results name its hash and its sizes.
+Packages are held out as a whole. A manual page or an RFC counts as a package. In the sources of Linux, each folder or
+file of the second level is a package. In `FOLDER/python`, each folder or file of the fourth level is a package, because
+losses on hundreds of small packages differ less between seeds than losses on a few large ones. Held-out files are
+dropped if another package has the same file, or if training text has most of their lines. A kind with more than 100 MB
+is subsampled at random, as for the committed results; `--megabytes inf` takes all of it. The text is not committed; the
+results name its hash and its sizes.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ class Sizes:
     Attributes:
         kind: the kinds of text, joined by "+", or the name of the folder from which the text was read.
         digest: the first 16 digits of a hash of all tokens, of how they are divided, and of the tokenizer.
-        parts: for each of several kinds of text, the fields above that are numbers; empty for a single kind.
+        parts: kind of text -> the numeric fields above for this kind; empty if there is only one kind.
     """
 
     kind: str

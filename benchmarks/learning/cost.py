@@ -3,8 +3,8 @@
 python -m benchmarks.learning.cost --out DIR [--only time masks] [--resume]
 
 The wall-clock time of a run says little about its layer: several runs may share a GPU, and with models this small a GPU
-may wait for Python. Neither affects the sum of the times of a step's kernels, if nothing else runs on the GPU. The
-text is random, since kernels take the same time for any text.
+may wait for Python. So this command sums the times of the kernels of a step, without the gaps between them, and must
+have the GPU to itself. The text is random, since kernels take the same time for any text.
 """
 
 from __future__ import annotations

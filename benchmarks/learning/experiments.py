@@ -200,7 +200,7 @@ OTHERWISE = tuple(
 """Masks that learn in other ways: continuous in the first half of the steps, or with a budget of flips. For
 comparison: with our recipe, about 15% of the bits at the end differ from those at the start."""
 TEXT_MASKS = (*OTHERWISE[:4], best_with("silu", 1), best_with("silu", 4))
-"""Layers that read three kinds of text only in the 25M model: ReLU masks that learn in other ways, and SiLU masks."""
+"""Layers that only the 25M model trains on three kinds of text: ReLU masks that learn in other ways, and SiLU masks."""
 PAIRED_SEEDS = (0, 1, 2, 3, 4)
 PRUNED = replace(leveled_glu("silu"), structure="2:4", decay=2e-4)
 """SwiGLU in which gate and up matrix are learned with structure 2:4, with the decay of the paper on SR-STE."""

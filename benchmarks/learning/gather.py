@@ -3,8 +3,8 @@
 python -m benchmarks.learning.gather --runs DIR [DIR ...] --corpus pinned [--out benchmarks/results/learning]
 
 `<corpus>_runs.csv` has a row for each run: its recipe, its environment, its costs and the last point of its curve.
-`<corpus>_curves.csv` has every point of every curve. The heads of both describe the corpus and the protocol, which all
-runs share. If a run is already in the tables, its rows are kept, so the command can be repeated.
+`<corpus>_curves.csv` has every point of every curve. The heads of both files describe the corpus and the protocol,
+which all runs share. If a run is already in the tables, its rows are kept, so the command can be repeated.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ WIDTH = 0.05
 
 
 class ContinuousMGLU(MGLU):
-    """MGLU whose forward pass uses `clamp(logit / tau + 1/2, 0, 1)` for the masks while tau > 0, and hard masks at 0.
+    """MGLU whose forward pass uses `clamp(logit / tau + 1/2, 0, 1)` for the masks if tau > 0, and hard masks for tau 0.
 
     The gradient of a logit is the gradient of its mask where the mask is between 0 and 1, and 0 elsewhere: the exact
     gradient times tau. The factor tau does not change the steps of AdamW. Gradients are clipped by their norm, and with

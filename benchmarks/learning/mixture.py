@@ -94,10 +94,10 @@ class Mixture(nn.Module):
 
 
 def balance(logits: Tensor, ids: Tensor) -> Tensor:
-    """The number of experts times the sum over experts of load times mean probability.
+    """The loss that balances the load: `experts * sum(load * probability)`, summed over experts.
 
-    The load of an expert is its fraction of `ids` `[tokens, active]`. Its mean probability follows from `logits`
-    `[tokens, experts]`. The result is 1 for a balanced load, and at most the number of experts.
+    The load of an expert is its fraction of `ids` `[tokens, active]`. Its probability is the mean softmax of
+    `logits` `[tokens, experts]`. The result is 1 for a balanced load, and at most the number of experts.
     """
     experts = logits.shape[-1]
     load = F.one_hot(ids, experts).float().mean((0, 1))

@@ -36,7 +36,7 @@ class StructuredMGLU(MGLU):
     """MGLU whose masks have structure 2:4: ones are where the two largest of each four logits are.
 
     The gradient is straight-through: each logit gets the gradient of its mask bit. If `centered`, the mean of the four
-    gradients is subtracted from each. It would move all four logits alike, which never changes a mask.
+    gradients is subtracted from each. The mean would move all four logits alike, which never changes a mask.
     """
 
     def __init__(self, *sizes: int, centered: bool = False, **options: Any) -> None:

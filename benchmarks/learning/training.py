@@ -158,7 +158,8 @@ class Training:
         self.progress.seconds += time.perf_counter() - begin
         if self.device == "cuda":
             peak = (torch.cuda.max_memory_allocated() - self.windows.tokens.nbytes) / 1e6
-            self.progress.peak_mb = max(peak, self.progress.peak_mb)  # in this order, `max` ignores NaN
+            # `max` keeps its first argument if the second is NaN, as peak_mb is before the first measurement.
+            self.progress.peak_mb = max(peak, self.progress.peak_mb)
         self.progress.rows.append(self.point(mean, worst.item()))
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Rules for activations: named ones, written-out ones, and the dropout around them."""
+"""Rules for activations, named or written out, and for dropout."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _formula_of_one(recogniser: Recogniser, symbol: str, formula: Formula, optio
 
 @rule("add", "sub", "rsub", "mul", "div")
 def function_of_two(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """A function of two functions of one projection, or of such a function and a number."""
+    """The sum, difference, product or quotient of two functions of one projection, or of a function and a number."""
     left, right = reversed(call.args) if call.symbol == "rsub" else call.args
     first, second = (_number(argument, recogniser.value(argument)) for argument in (left, right))
     if first is None and second is None:
@@ -116,7 +116,7 @@ def _mapped(recogniser: Recogniser, node: Node, source: Any, function: Callable[
 
 
 def _activated(node: Node, source: Any, formula: Formula | None, projection: Projection) -> Activated | None:
-    """A function of a projection; None if the node broadcasts, or has a narrower dtype than the projection."""
+    """A function of a projection; None if `node` broadcasts `source`, or has a narrower dtype than the projection."""
     dtype = dtype_of(node)
     if formula is None or dtype is None or not holds(dtype, projection.dtype):
         return None

@@ -81,7 +81,8 @@ def part_of_a_bundle(recogniser: Recogniser, node: Node, call: Call) -> Value:
         if not isinstance(value, Bundle) or value.size is not None or value.dim != dim:
             return None
         item = value.items[index]
-        # A term that was put on a stack and is taken from it again gets no value, so the term itself becomes a site.
+        # A node that takes a term out of a stack gets no value. So no sum can contain the term, and the node that was
+        # stacked becomes a site of its own.
         return None if isinstance(item, Gated) and symbol_of(base) == "stack" else item
     part = range_of(node)
     if part is None:

@@ -54,7 +54,7 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`(hard - soft).detach() + soft` in any order, which has the value of `hard` and the gradient of `soft`.
 
     The program's own sum is not binary where `soft` is not finite, or where |soft| is so large that rounding swallows
-    the 1: above 256 in bfloat16, 2048 in float16 and 2^24 in float32. There the operator still uses `hard`.
+    the 1: above 256 in bfloat16, 2048 in float16 and 2^24 in float32. The operator uses `hard` in these cases as well.
     """
     terms = _linear_terms(recogniser, node) if recogniser.has_masks else None
     if terms is None:
@@ -213,7 +213,7 @@ def _with_error(value: Number, dtype: torch.dtype, error: float) -> Number:
 
 
 def _is_close(perturbed: Sequence[float], exact: Sequence[float], rounding: float) -> bool:
-    """True if rounding errors of the mask stay small in the result. A function like `m == 1` makes jumps of them."""
+    """True if rounding errors of the mask stay small in the result. A function like `m == 1` turns them into jumps."""
     return all(abs(a - b) <= 16 * rounding * (1 + abs(b)) for a, b in zip(perturbed, exact, strict=True))
 
 

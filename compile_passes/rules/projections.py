@@ -186,7 +186,7 @@ def unflattened(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def _viewed_back(recogniser: Recogniser, node: Node, projection: Projection) -> Projection | None:
-    """The product with x, if `node` views a product with `x.view(-1, in)` in a shape with x's leading dimensions."""
+    """The product of x and W, if `node` is `(x.view(-1, in) @ W^T).view(*x.shape[:-1], out)`; None otherwise."""
     inner = recogniser.through(projection.x)
     if inner is None or inner.symbol not in ("reshape", "flatten") or not is_matrix(projection.weight):
         return None

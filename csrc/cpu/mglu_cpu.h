@@ -22,7 +22,8 @@
 
 namespace mglu::cpu {
 
-// All fields are 8 bytes wide, so that callers in other languages can lay out the structs without a compiler.
+// Every field of the structs below is 8 bytes wide, and so are these enums. Callers in other languages can then lay out
+// the structs without a compiler.
 enum class DType : std::int64_t { float32 = 0, bfloat16 = 1, float16 = 2 };
 
 enum class Activation : std::int64_t {

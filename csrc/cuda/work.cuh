@@ -160,7 +160,7 @@ struct Tile {
     __device__ __forceinline__ int stored_row(const Params&) const { return row; }
     __device__ __forceinline__ int scaled_row(const Params&) const { return row; }
     __device__ __forceinline__ int first_token() const { return token; }
-    // The end of the tile's tokens, a token's row of the result, and its row of the mask weights.
+    // The end of all tokens, a token's row of the result, and its row of the mask weights.
     __device__ __forceinline__ int end(const Params& p) const { return p.tokens; }
     __device__ __forceinline__ int result_row(int token) const { return token; }
     __device__ __forceinline__ int row_of_weights(int token) const { return token; }

@@ -9,7 +9,7 @@
 namespace mglu {
 
 struct Executor {
-    cpu::ParallelFor parallel_for = nullptr;  // torch's, or any other
+    cpu::ParallelFor parallel_for = nullptr;  // runs loops on the threads of torch, or on any other pool
     void* stream = nullptr;                   // CUstream
     // Allocates GPU memory, aligned to 16 bytes, for the kernels that are launched next on the stream. The next call of
     // `allocate` may free it.

@@ -58,7 +58,7 @@ void check_ids(const Tensor& ids, const char* argument, const Tensor& x) {
     check_device("expert_ids", ids, x, argument);
 }
 
-// Runs the checks of one layer, and adds to the messages of errors that shapes are those of one expert.
+// Runs the checks of one expert's layer, and adds "(of each expert)" to the messages of their errors.
 template <typename Check>
 auto check_one_expert(Check check) {
     try {
@@ -74,7 +74,7 @@ char* element(const Tensor& tensor, std::int64_t offset) {
     return static_cast<char*>(tensor.data) + offset * item_bytes(tensor.dtype);
 }
 
-// tensor[expert], a view.
+// Returns tensor[expert] as a view.
 Tensor select_expert(const Tensor& tensor, std::int64_t expert = 0) {
     Tensor view = tensor;
     view.data = element(tensor, expert * tensor.strides[0]);
@@ -119,8 +119,8 @@ class Matrix {
 };
 
 // Calls `body(expert, rows)` for each expert that has rows, with its rows in ascending order. `routing` is contiguous
-// and holds the expert of each row, or if `is_sorted` the end of each expert's rows. Ends are clamped to [0, rows], and
-// an end below the end before it counts as that one.
+// and holds the expert of each row, or if `is_sorted` the end of each expert's rows. Ends are clamped to [0, rows]. An
+// end that is below the previous end is raised to it.
 template <typename Body>
 void for_each_expert(const Tensor& routing, bool is_sorted, std::int64_t experts, std::int64_t rows, Body body) {
     const auto value = [&](std::int64_t i) {
@@ -161,7 +161,7 @@ float float_at(const Tensor& tensor, std::int64_t i) {
     }
 }
 
-// Describes the layer without masks, which computes the product of y and the transposed weight in float32.
+// Describes a layer without masks, which multiplies y by an expert's transposed weight. Its result is float32.
 LayerCall product_layer(const DownCall& call, std::int64_t expert, const Tensor& y) {
     static constexpr std::int64_t sizes[] = {0, 0, 0}, strides[] = {0, 0, 1};
     LayerCall layer{};

@@ -1,6 +1,6 @@
-// The operators over experts (mglu_ops/ops.py) on plain tensors. On a CPU, a loop over the experts that have
-// rows runs the kernels of one layer; results are bitwise equal to mglu_ops/backends/expert_loop.py. On a GPU,
-// cuda/launch.cpp launches kernels that compute all experts.
+// The operators over experts (mglu_ops/ops.py) on plain tensors. On a CPU, a loop over the experts that have rows runs
+// the kernels of one layer; results are bitwise equal to mglu_ops/backends/expert_loop.py. On a GPU, each launch of
+// cuda/launch.cpp computes all experts.
 #pragma once
 
 #include <functional>
@@ -40,13 +40,13 @@ struct DownCall {
     std::vector<std::int64_t> result_sizes() const { return {y.sizes[0], weight.sizes[1]}; }
 };
 
-// These two functions read metadata only. They throw std::invalid_argument if no kernel could compute the call,
-// whatever the strides of its tensors.
+// Both functions read only metadata. They throw std::invalid_argument if no kernel could compute the call even with
+// contiguous tensors.
 ExpertsCall describe_experts(const Given<Tensor>& given);
 DownCall describe_down(const Tensor& y, const Tensor& weight, const Tensor& expert_ids, const Tensor& expert_weights,
                        const std::optional<Tensor>& weight_scale, std::string_view weight_format);
 
-// The tensors that must be made contiguous before `forward` takes them.
+// Returns which tensors must be made contiguous before `forward` takes them.
 Copies needed_copies(const ExpertsCall& call);
 
 // `out` is contiguous, in x's dtype, and has `call.result_sizes()`. No tensor may be in `needed_copies(call)`.
@@ -55,9 +55,9 @@ void forward(const ExpertsCall& call, const Tensor& out, const Executor& executo
 // Multiplies y `[rows, in_features]` with an expert's transposed weight. y and `out` are contiguous, in y's dtype.
 using Product = std::function<void(const Tensor& y, std::int64_t expert, const Tensor& out)>;
 
-// `out` is contiguous, in y's dtype, and has `call.result_sizes()`. All other tensors must be contiguous too, except
-// that on a CPU it is enough if the rows of the weight are. On a GPU y and the weight must start at multiples of 16
-// bytes. On a CPU `product` computes experts with more than a few rows if their weights are dense and y is not float16.
+// `out` is contiguous, in y's dtype, and has `call.result_sizes()`. All other tensors must be contiguous, except the
+// weight on a CPU, where contiguous rows are enough. On a GPU, y and the weight must start at multiples of 16 bytes. On
+// a CPU, `product` multiplies for experts with more than a few rows, if their weights are dense and y is not float16.
 void experts_down(const DownCall& call, const Tensor& out, const Executor& executor, const Product& product);
 
 }  // namespace mglu

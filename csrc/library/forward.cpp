@@ -16,9 +16,9 @@ namespace {
 
 #include "../cpu/element.h"
 
-// Rounds x, of magnitude up to 448, to the nearest number of fp8. Adding a number that is 1.5 * 2^23 times the value of
-// fp8's last digit makes float32 round at that digit. Below 2^-6, where fp8 is subnormal, the value of that digit is
-// constant.
+// Rounds x, of magnitude up to 448, to the nearest number of float8_e4m3fn. Let u be the distance between two such
+// numbers near x. Adding 1.5 * 2^23 * u makes float32 round to multiples of u. Below 2^-6, where float8_e4m3fn is
+// subnormal, u is constant.
 float rounded_to_fp8(float x) {
     const std::uint32_t exponent = bit_cast<std::uint32_t>(x) & 0x7f800000u;
     const float large = 1.5f * bit_cast<float>(std::max(exponent, 121u << 23) + (20u << 23));
@@ -32,15 +32,15 @@ constexpr float kLargest<BFloat16> = 0x1.fep127f;
 template <>
 constexpr float kLargest<Float16> = 65504.0f;
 
-// Rounds a token to fp8_token (mglu_ops/formats.py), as a kernel does on a GPU.
+// Rounds a token to fp8_token (mglu_ops/formats.py), as csrc/cuda/quantize_x.cu does on a GPU.
 template <typename Element>
 void round_token(const Element* x, Element* out, std::int64_t count) {
     // Magnitudes order like their bits as integers, with NaN above infinity.
     std::uint32_t greatest = 0;
     for (std::int64_t i = 0; i < count; ++i)
         greatest = std::max(greatest, bit_cast<std::uint32_t>(to_float(x[i])) & 0x7fffffffu);
-    // The smallest power of two that brings the magnitude to at most 448 = 1.75 * 2^8: fractions above 1.75 need the
-    // next power of two.
+    // The scale is the smallest power of two for which greatest / scale is at most 448 = 1.75 * 2^8. If the significand
+    // of the greatest magnitude is above 1.75, this is the next power of two.
     const int exponent = static_cast<int>(greatest >> 23) - 8 + ((greatest & 0x7fffffu) > 0x600000u);
     const std::uint32_t power = greatest == 0 ? 127u << 23 : static_cast<std::uint32_t>(std::max(exponent, 1)) << 23;
     const float scale = greatest < 0x7f800000u ? bit_cast<float>(power) : std::numeric_limits<float>::quiet_NaN();
@@ -51,7 +51,8 @@ void round_token(const Element* x, Element* out, std::int64_t count) {
     }
 }
 
-// Replaces the x of a call by a copy rounded to fp8_token, and returns the copy's memory, which the caller must keep.
+// Replaces the x of a call by a copy rounded to fp8_token, and returns the memory of the copy. The caller must keep the
+// memory until the call has run.
 template <typename Element>
 std::unique_ptr<char[]> round_x(cpu::Forward& call, cpu::ParallelFor parallel_for) {
     std::unique_ptr<char[]> memory(new char[call.tokens * call.in_features * sizeof(Element)]);

@@ -1,4 +1,4 @@
-// mglu::forward on plain tensors, with the kernels of their device (csrc/cpu or csrc/cuda).
+// Runs mglu::forward on plain tensors, by the kernels for their device (csrc/cpu or csrc/cuda).
 #pragma once
 
 #include "executor.h"

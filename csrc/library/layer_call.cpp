@@ -31,7 +31,7 @@ int activation_code(std::string_view activation) {
 
 std::string for_format(const Format& format) { return " for weight_format='" + std::string(format.name) + "'"; }
 
-// True if x is rounded to fp8_token, the only activation format beside dense.
+// True if x is rounded to fp8_token, the only activation format other than dense.
 bool rounds(std::string_view activation_format, const Tensor& x, const Format& format) {
     if (activation_format == "dense") return false;
     const std::string got = "activation_format: got '" + std::string(activation_format) + "', must be ";
@@ -52,14 +52,14 @@ void check_mask_weights(const Tensor& mask_weights, const Tensor& x, std::int64_
     check_device("mask_weights", mask_weights, x);
 }
 
-// The product of all sizes but the last. It cannot overflow, since torch has checked the number of elements.
+// Returns the product of all sizes but the last. It cannot overflow, since torch has checked the number of elements.
 std::int64_t count_rows(const Tensor& tensor) {
     std::int64_t rows = 1;
     for (std::int64_t i = 0; i + 1 < tensor.dims; ++i) rows *= tensor.sizes[i];
     return rows;
 }
 
-// The distance between the rows of a tensor that is viewed as a matrix. The tensor must fold (`folds`).
+// Returns the distance in elements between the rows of a tensor that is viewed as a matrix. `folds` must be true.
 std::int64_t row_stride(const Tensor& tensor) { return tensor.dims == 2 ? tensor.strides[0] : tensor.last_size(); }
 
 // True if a tensor can be viewed as a matrix without a copy.
@@ -168,8 +168,9 @@ LayerCall describe(const Given<Tensor>& given) {
     return call;
 }
 
-// The CPU kernels need contiguous rows. On a GPU, some plan takes any strides of W and of the masks. The tuned
-// kernels read x in 16-byte vectors, which a rounded x always allows. All kernels need contiguous scales.
+// The CPU kernels need contiguous rows. On a GPU, there are plans for any strides of W and of the masks. The tuned
+// kernels read x in 16-byte vectors; if x is rounded, they read the rounded copy, which always allows that. All kernels
+// need contiguous scales.
 Copies needed_copies(const LayerCall& call) {
     const bool on_cpu = call.x.device == Device::cpu;
     const Tensor& masks = call.packed_masks;

@@ -1,5 +1,5 @@
-// LayerCall describes a call of mglu::forward. `describe` checks the call and builds the LayerCall. The needed copies,
-// the sizes of the result, the kernel and its launch are derived from it.
+// LayerCall describes a call of mglu::forward. `describe` checks the call and builds the LayerCall, from which the
+// needed copies, the sizes of the result, the kernel and its launch follow.
 #pragma once
 
 #include <optional>
@@ -11,7 +11,7 @@
 
 namespace mglu {
 
-// What a forward operator is given, as tensors or as torch's handles of tensors (mglu_ops/given.py).
+// The arguments of a forward operator, with tensors of type T: Tensor, or torch's handles (mglu_ops/given.py).
 template <typename T>
 struct Given {
     T x{}, weight{}, packed_masks{};
@@ -24,8 +24,8 @@ struct Given {
 
 // result = sum_i r_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 0 .. n_masks - 1
 //
-// The leading dimensions of x and mask_weights are flattened to [tokens, ...]. A row stride is valid only if its tensor
-// is not in `needed_copies`.
+// Kernels see x as [tokens, in_features] and mask_weights r as [tokens, n_masks]. The row strides below are for these
+// shapes, and are valid only for tensors that `needed_copies` does not name.
 struct LayerCall {
     Tensor x;                            // [..., in_features]
     Tensor weight;                       // [out_features, in_features] in x's dtype, or as weight_format stores it
@@ -34,7 +34,7 @@ struct LayerCall {
     std::optional<Tensor> weight_scale;  // the scales of weight_format (mglu_ops/formats.py); none for dense
     WeightFormat weight_format;
     bool rounds_x;   // x is rounded to fp8_token (mglu_ops/formats.py)
-    int activation;  // its code in csrc/cpu/activation.h
+    int activation;  // the activation's code in csrc/cpu/activation.h
     std::int64_t tokens;
     std::int64_t out_features;
     std::int64_t in_features;
@@ -45,12 +45,11 @@ struct LayerCall {
     std::vector<std::int64_t> result_sizes() const;
 };
 
-// Reads metadata only. Throws std::invalid_argument if no kernel could compute the call, whatever the strides of its
-// tensors.
+// Reads only metadata. Throws std::invalid_argument if no kernel could compute the call even with contiguous tensors.
 LayerCall describe(const Given<Tensor>& given);
 
-// The operators over experts use these checks too. `argument` is the name of x in messages. All checks throw
-// std::invalid_argument.
+// Checks of single arguments, which the operators over experts use too. They throw std::invalid_argument. Messages call
+// the checked tensor `argument`.
 struct Format;
 const Format& find_format(std::string_view weight_format);
 void check_x_and_weight(const char* argument, const Tensor& x, const Tensor& weight, const Format& format);

@@ -20,7 +20,7 @@ void raise_unless_ok(cpu::Status status) {
 }
 
 // Copies masks to contiguous bytes of 0 and 1. Returns false if a value is neither 0 nor 1. For 16-bit floats, Element
-// is an integer, `one` has the bits of 1 and `negative_zero` those of -0.
+// is an integer type, `one` has the bits of 1.0, and `negative_zero` has the bits of -0.0.
 template <typename Element>
 bool to_bytes(const Tensor& masks, std::uint8_t* bytes, Element one, Element negative_zero = 0) {
     const auto* data = static_cast<const Element*>(masks.data);

@@ -1,4 +1,4 @@
-// mglu::pack_masks and mglu::unpack_masks on plain tensors, on the CPU.
+// Runs mglu::pack_masks and mglu::unpack_masks on plain tensors, on the CPU.
 //
 // The packed format is uint8 [out_features, ceil(in_features / 8), n_masks]: bit k % 8 of byte [r, k / 8, i] is M_i[r,
 // k]. The functions `check_...` throw std::invalid_argument for arguments that no kernel could take. The functions that

@@ -15,13 +15,13 @@ extern "C" {
 // lacks its weights crashes when it runs.
 //
 // Returns null if the files are complete and fit together, else a message that says what is wrong. The message is valid
-// until the thread's next call.
+// until the same thread calls this function again.
 //
 // - package: the path of a package of mglu_ops.export.
 // - weights: the path of the weights file that the program will give to the package, or null for none. Packages of
-//   export(..., weights=FILE) need one, and other packages refuse it.
-// - torch_version, device: what the package must have been made for, such as "2.13.1" and "cpu" or "cuda"; null accepts
-//   any.
+//   export(..., weights=FILE) need one. For other packages it must be null.
+// - torch_version: the version of torch that the package must have been made for, such as "2.13.1"; null accepts any.
+// - device: the device that the package must have been made for, "cpu" or "cuda"; null accepts both.
 //
 // A package is code: run only packages that you trust. The check finds damage and mistakes, not malice.
 __attribute__((visibility("default"))) const char* mglu_check_model(const char* package, const char* weights,

@@ -1,7 +1,7 @@
 // Tells if Python's mglu_ops has already registered the operators in this process.
 //
-// torch's stable ABI cannot tell if a schema exists, and defining one twice is an error, which torch 2.11 also logs. If
-// the process has a Python interpreter, the function below asks the interpreter through Python's stable ABI.
+// torch's stable ABI cannot tell if a schema exists, and defining a schema twice is an error, which torch 2.11 also
+// logs. Therefore the function asks the process's Python interpreter, if there is one, through Python's stable ABI.
 #pragma once
 
 #include <dlfcn.h>

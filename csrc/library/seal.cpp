@@ -20,7 +20,7 @@ constexpr std::streamoff kLongestSeal = 256, kChecksumDigits = 8;
 
 [[noreturn]] void fail(const std::string& problem) { throw std::runtime_error(problem); }
 
-// The Adler-32 checksum of the next `bytes` bytes of a file.
+// Returns the Adler-32 checksum of the next `bytes` bytes of a file.
 std::string adler32(std::istream& file, std::streamoff bytes) {
     constexpr std::streamoff kBlock = 5552;  // the most bytes that can be summed in 32 bits before a reduction
     std::vector<char> block(kBlock);
@@ -36,7 +36,7 @@ std::string adler32(std::istream& file, std::streamoff bytes) {
     return digits;
 }
 
-// Reads the seal of the file at `path`; its kind must be `kind`.
+// Reads the seal of the file at `path`. Throws std::runtime_error if the seal's kind is not `kind`.
 Seal seal_of(const std::string& path, const std::string& kind) {
     try {
         std::ifstream file(path, std::ios::binary);

@@ -5,7 +5,7 @@
 //   mglu_ops seal 7 weights adler32=5e8fa1c0
 //
 // The number is the version of the file's format. The last eight characters are the Adler-32 checksum (RFC 1950) of all
-// bytes before them. The code needs no other library, so that it can be tested alone.
+// bytes before them. This code needs no torch, so that it can be tested alone.
 #pragma once
 
 #include <istream>

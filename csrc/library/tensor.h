@@ -6,7 +6,7 @@
 
 namespace mglu {
 
-// The numbers are torch's (c10::ScalarType); torch's C interface uses them as well.
+// The numbers are torch's (c10::ScalarType), which torch's C interface uses too.
 enum class Scalar : std::int32_t {
     uint8 = 0,
     int8 = 1,
@@ -47,8 +47,8 @@ struct Tensor {
     std::string device_name() const;  // "cpu", "cuda:0"
 };
 
-// Throws std::invalid_argument. Messages have the form of mglu_ops/checks.py: the argument, the value it has, the value
-// it must have.
+// Throws std::invalid_argument. Messages have the form of mglu_ops/checks.py: the argument, its value, and what the
+// value must be.
 [[noreturn]] void refuse(const std::string& message);
 
 }  // namespace mglu

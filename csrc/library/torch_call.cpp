@@ -19,7 +19,7 @@ namespace mglu {
 
 namespace {
 
-// Returns an Executor with the threads of torch's pool, and with torch's current stream of the tensor's GPU.
+// Returns an Executor with torch's thread pool and, for a tensor on a GPU, torch's current stream.
 Executor executor_for(const Tensor& tensor) {
     Executor executor{torch_parallel_for};
     if (tensor.device == Device::cuda) {
@@ -36,8 +36,8 @@ Handle result_of(const std::vector<std::int64_t>& sizes, const Tensor& x, const 
     if (x.device == Device::cuda) guard.emplace(x.device_index);
     Handle result = empty(sizes, x.dtype, x), workspace;
     Executor executor = executor_for(x);
-    // The memory may be freed while the kernels still run, since the kernels that use it next are launched later on the
-    // same stream.
+    // The memory may be freed while kernels still use it, since later kernels that reuse it are launched on the same
+    // stream.
     executor.allocate = [&](std::int64_t bytes) {
         workspace = empty({bytes}, Scalar::uint8, x);
         return view(workspace.get()).data;
@@ -54,7 +54,7 @@ void positive(const Tensor& logits, std::uint8_t* bytes, Bits infinity) {
     for (std::int64_t i = 0; i < logits.elements(); ++i) bytes[i] = data[i] != 0 && data[i] <= infinity;
 }
 
-// An argument's tensor, or a contiguous copy that `owner` keeps.
+// Returns a view of an argument or, if `copy` is true, of a contiguous copy that `owner` keeps.
 Tensor view_or_copy(AtenTensorHandle handle, const char* argument, bool copy, Handle& owner) {
     if (!copy) return view_argument(handle, argument);
     owner = contiguous_copy(handle);
@@ -72,7 +72,7 @@ Handle matrix(void* data, std::int64_t rows, std::int64_t columns, std::int64_t 
     return Handle(handle);
 }
 
-// Multiplies y with an expert's transposed weight by torch's mm, as torch.nn.functional.linear does in Python.
+// Multiplies y by an expert's transposed weight with torch's mm, as torch.nn.functional.linear does in Python.
 void multiply(const Tensor& y, const Tensor& weight, std::int64_t expert, const Tensor& out) {
     const auto [d, h] = std::pair(weight.sizes[1], weight.sizes[2]);
     auto* data = static_cast<char*>(weight.data) + expert * weight.strides[0] * item_bytes(weight.dtype);

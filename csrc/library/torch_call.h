@@ -1,7 +1,6 @@
-// The operators on torch's tensor handles. They allocate results. If no kernel takes the strides of a tensor, they copy
-// the tensor.
+// The operators on torch's tensor handles. They allocate their results, and copy tensors whose strides no kernel takes.
 //
-// All throw std::invalid_argument for wrong arguments, and std::runtime_error if torch or a kernel fails.
+// They throw std::invalid_argument for wrong arguments, and std::runtime_error if torch or a kernel fails.
 #pragma once
 
 #include <optional>
@@ -16,7 +15,7 @@ Handle pack_masks(AtenTensorHandle masks);
 Handle pack_logits(AtenTensorHandle mask_logits);  // packs `mask_logits > 0`
 Handle unpack_masks(AtenTensorHandle packed_masks, std::int64_t in_features);
 
-Handle forward(const Given<AtenTensorHandle>& given);  // also experts_forward and grouped_forward
+Handle forward(const Given<AtenTensorHandle>& given);  // runs experts_forward and grouped_forward too
 Handle experts_down(AtenTensorHandle y, AtenTensorHandle weight, AtenTensorHandle expert_ids,
                     AtenTensorHandle expert_weights, const std::optional<AtenTensorHandle>& weight_scale,
                     std::string_view weight_format);

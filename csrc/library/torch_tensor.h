@@ -1,4 +1,4 @@
-// torch's tensors through its stable C interface.
+// Reads and makes torch's tensors through torch's stable C interface.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -17,13 +17,13 @@ inline void raise_unless_ok(AOTITorchError error, const char* what) {
     if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error(std::string("mglu: torch refused ") + what);
 }
 
-// Owns a tensor.
+// A Handle owns a tensor, and deletes it by this function object.
 struct DeleteTensor {
     void operator()(AtenTensorHandle handle) const { aoti_torch_delete_tensor_object(handle); }
 };
 using Handle = std::unique_ptr<AtenTensorOpaque, DeleteTensor>;
 
-// The tensor of a handle. The handle must outlive it.
+// Returns a view of a handle's tensor. The handle must outlive the view.
 inline Tensor view(AtenTensorHandle handle) {
     Tensor tensor;
     std::int64_t *sizes = nullptr, *strides = nullptr;
@@ -42,8 +42,8 @@ inline Tensor view(AtenTensorHandle handle) {
     return tensor;
 }
 
-// The tensor of an argument. Throws std::invalid_argument unless the tensor is strided and its storage holds all its
-// elements. A storage may be too small after FSDP, for example, has resized it.
+// Returns a view of an argument. Throws std::invalid_argument unless the tensor is strided and its storage holds all
+// its elements. A storage may be too small because FSDP, for example, has resized it.
 inline Tensor view_argument(AtenTensorHandle handle, const char* argument) {
     bool is_defined = false;
     std::int32_t layout = 0;
@@ -68,7 +68,7 @@ inline Tensor view_argument(AtenTensorHandle handle, const char* argument) {
     return tensor;
 }
 
-// A new contiguous tensor on the device of `like`.
+// Allocates a contiguous tensor on the device of `like`.
 inline Handle empty(const std::vector<std::int64_t>& sizes, Scalar dtype, const Tensor& like) {
     std::vector<std::int64_t> strides(sizes.size(), 1);
     for (std::size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * (sizes[i] > 1 ? sizes[i] : 1);

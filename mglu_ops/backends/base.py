@@ -35,7 +35,7 @@ Prepared = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a backend does not run a call.
+    """The reason why a backend does not run a call.
 
     Attributes:
         text: the reason, for a message.
@@ -56,7 +56,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class Description:
-    """How a backend runs a call.
+    """The way in which a backend runs a call.
 
     Attributes:
         text: what runs the call.
@@ -80,7 +80,7 @@ class Backend(ABC):
     device_type: ClassVar[str | None]
     """The type of the devices on which the backend runs; None for all devices."""
     rounds_x: ClassVar[bool] = False
-    """True if prepared calls round x to the call's activation format. Otherwise `dispatch` rounds x before each call."""
+    """True if prepared calls round x to the call's activation format. Otherwise `dispatch` rounds x before a call."""
     batch_invariant_tasks: ClassVar[frozenset[Task]] = frozenset()
     """The tasks with a batch-invariant mode, in which the bits of a row do not depend on the other rows."""
 
@@ -112,10 +112,10 @@ class Backend(ABC):
         return False
 
     def pack(self, masks: Tensor) -> Tensor:
-        """The packed masks of bool masks or logits (`M = logits > 0`) `[(E,) n_masks, out_features, in_features]`."""
+        """Pack bool masks, or logits (`M = logits > 0`), of shape `[(E,) n_masks, out_features, in_features]`."""
         raise NotImplementedError(f"the backend {self.name} does not pack masks")
 
 
 def no_kernel(what: str, dtype: torch.dtype | None) -> Reason:
-    """Return the reason of a backend without kernels for a dtype. This is no loss: library GEMMs are as fast."""
+    """Return the reason of a backend without kernels for a dtype. This is no loss: torch's GEMMs are as fast."""
     return Reason(f"no kernel for {what} {dtype}", is_loss=False)

@@ -1,10 +1,10 @@
-"""MGLU by the library's GEMMs, on every device and in every dtype; fast for many tokens.
+"""MGLU by torch's GEMMs, on every device and in every dtype; fast for many tokens.
 
 Experts are a loop over experts on a CPU, and elsewhere batched GEMMs over blocks of rows. A block has B slots for rows
-of one expert. The device assigns rows to slots, by sorting the rows by expert and counting them. The number of blocks
-depends only on the number of rows S and the number of experts E, so the host reads no value and never waits. For a
-chunk of blocks, the weights of their experts are gathered, masked as in `formula`, and multiplied by `torch.bmm`.
-Unused slots hold rows of other experts, whose products are discarded.
+of one expert (`_rows_of_a_block`). The device assigns rows to slots, by sorting the rows by expert and counting them.
+The number of blocks depends only on the number of rows S and the number of experts E, so the host reads no value and
+never waits. For a chunk of blocks, the weights of their experts are gathered, masked as in `formula`, and multiplied by
+`torch.bmm`. Unused slots hold rows of other experts, whose products are discarded.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ computed in one of three ways:
   gate and value.
 
 The gradients are 2 (n_masks + 1) GEMMs of grad_output times the partial derivatives that training keeps (`gradients`).
-On a CPU, the backend `cpu` runs most calls instead: forward, also in training, and backward in bfloat16.
+On a CPU, most calls do not come here: the backend `cpu` runs forward, also in training, and backward in bfloat16.
 
 A mask is applied by a product with 0 and 1, or with 1 and -1: exact, and several times faster than `torch.where` on a
 CPU. Sums are in float32 at least. Where torch has no 16-bit GEMM with a float32 result, the operands are widened.
@@ -183,7 +183,7 @@ def _is_sparse(mask: Tensor) -> bool:
 
 
 def forward(given: Given) -> Tensor:
-    """Return y `[tokens, out_features]`; `given` is `in_rows`, so x is two-dimensional."""
+    """Return y `[tokens, out_features]`. `given` is a result of `in_rows`, so x is two-dimensional."""
     x, weight, packed_masks, activation, mask_weights, scale, weight_format, *_ = given
     act, dtype = get_activation(activation).forward, sum_dtype(x.dtype)
     if scale is not None:

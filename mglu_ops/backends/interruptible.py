@@ -22,7 +22,7 @@ def run(
 
     Args:
         commands: programs with their arguments.
-        environment: variables to add to those of this process.
+        environment: variables to add to the environment of this process.
         seconds: the time limit for all commands together, after which they are killed.
         show: called with each line of output as it appears; requires `seconds` to be None.
 

@@ -65,7 +65,7 @@ class Parameters:
         """Pack the struct with the values of all its integers; pointers and maps are zeros.
 
         Raises:
-            TypeError: the names are not exactly those of the struct's integers.
+            TypeError: `values` does not have exactly the names of the struct's integers.
         """
         names = self.longs + self.ints
         if values.keys() != set(names):

@@ -157,7 +157,8 @@ def check_model(model: object) -> None:
 def check_weight_and_masks(weight: Tensor, masks: Tensor, leading: Sequence[str] = ()) -> None:
     """Check a weight `[out_features, in_features]`, and logits or bool masks `[n_masks, out_features, in_features]`.
 
-    Weight and masks begin with the dimensions that `leading` names. Without such dimensions, n_masks may be missing.
+    Weight and masks begin with the dimensions that `leading` names. If `leading` is empty, `masks` may be a single mask
+    `[out_features, in_features]`.
     """
     before = "".join(f"{name}, " for name in leading)
     rank = len(leading) + 2

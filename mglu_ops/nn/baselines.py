@@ -119,5 +119,5 @@ def _check(in_features: int, out_features: int, activation: str, bias: bool, dty
 
 
 def _check_x(x: object, projection: nn.Module) -> None:
-    if not isinstance(x, torch.fx.Proxy):  # torch.fx.symbolic_trace, in which nothing has a value
+    if not isinstance(x, torch.fx.Proxy):  # a Proxy of torch.fx.symbolic_trace has no values
         check_x(x, weight_of_linear(projection), getattr(projection, "in_features", None))

@@ -75,7 +75,7 @@ def from_swiglu(
 
     | `init` | W | masks at first |
     |---|---|---|
-    | `magnitude` | elementwise, the one of `W_g` and `W_u` whose magnitude is larger | 1 where that is `W_g` |
+    | `magnitude` | elementwise, the one of `W_g` and `W_u` whose magnitude is larger | 1 where W is `W_g` |
     | `average` | `(W_g + W_u) / 2` | random |
     | `gate` | `W_g` | random |
     | `up` | `W_u` | random |
@@ -292,7 +292,7 @@ def down_of(unit: GatedUnit, layer: MGLU) -> Tensor:
 
 @torch.no_grad()
 def take_over_glu(layer: MGLU, gate: Tensor, up: Tensor, init: str) -> None:
-    """Replace the weight of a layer with learned masks, using the matrices of a gated linear unit.
+    """Make the weight of a layer from the matrices of a gated linear unit. The layer's masks must be learnable.
 
     `from_swiglu` says what each `init` does. Only `magnitude` changes the masks. The layer's result is a sum over its
     masks, so without a router the caller must divide the down projection by the number of masks.
@@ -306,8 +306,8 @@ def take_over_glu(layer: MGLU, gate: Tensor, up: Tensor, init: str) -> None:
     assert layer.mask_logits is not None
     layer.weight = nn.Parameter(WEIGHTS[init](gate, up).clone())
     if init == "magnitude":
-        # The logits become |W_g| - |W_u|, scaled to the size of initial logits. In all masks but the first, noise of
-        # the same size is added.
+        # The logits of the first mask become |W_g| - |W_u|, scaled to the size of initial logits. For each further
+        # mask, this is added to its initial logits, which are noise of the same size.
         difference = gate.float().abs() - up.float().abs()
         size = difference.square().mean((-2, -1), keepdim=True).sqrt()
         scaled = difference * (LOGITS_STD / size.clamp(min=1e-30))

@@ -7,12 +7,14 @@ from collections.abc import Collection
 from typing import TypeVar, overload
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize, prune
 
 from .. import notices
+from ..masks import MAX_MASKS
 from .arguments import check_model
 from .experts import MGLUExperts, NaiveMGLUExperts
-from .lookalikes import Lookalike, lookalikes, warn_of_lookalikes
+from .mask_logits import without_wrappers
 from .masked_linear import LOGITS, MaskedLinear, packed_logits
 from .mglu import MGLU
 from .naive import NaiveMGLU
@@ -56,13 +58,12 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
 
     The function gets each instance of `MyGate` and returns its replacement, whose masks are then packed. A module in
     several places is replaced by one module, and parameters that the function passes on stay tied. Hooks of the
-    replaced module are lost. Before anything is replaced, each module and its replacement are run on the same random x,
-    and different results are an error. Masks that are not `logits > 0` must be passed as bool masks. An example is
+    replaced module are lost. `freeze` does not check that a replacement computes the same as its module: compare the
+    results of the model before and after. Masks that are not `logits > 0` must be passed as bool masks. An example is
     `sigmoid(logits) > 0.5`, which is False for tiny positive logits, because their sigmoid rounds to 0.5.
 
-    Without `replace`, a warning names modules that look like MGLU layers: they hold a parameter `[n, d, h]` with n from
-    1 to 16, and they or an `nn.Linear` in them hold a parameter `[d, h]`. For experts, both parameters have a first
-    size E.
+    A warning names modules that still look like MGLU layers of other classes: they hold a parameter `[n, d, h]` with n
+    from 1 to 16, and they or an `nn.Linear` in them hold a parameter `[d, h]`. They are left as they are.
 
     On tensor-parallel modules (`mglu_ops.parallel.ColwiseMGLU`) each rank packs its own rows, so all ranks must call
     `freeze`.
@@ -82,8 +83,7 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
         TypeError: `model` is not an `nn.Module`, `replace` is not such a mapping, or a function did not return a
             module.
         ValueError: the logits are sharded by `fully_shard` or offloaded by accelerate; the model has no module of a
-            class in `replace`; a replacement computes something else; or the module to replace is the root of a
-            compiled model.
+            class in `replace`; or the module to replace is the root of a compiled model.
     """
     check_model(model)
     changed = {
@@ -93,16 +93,16 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
     }
     refuse_managed(model, changed, "logits", "freeze")
     if replace is not None:
-        model = replace_modules(model, replace, stacklevel=2)
+        model = replace_modules(model, replace)
     packed: dict[Tensor, Tensor] = {}
     for name, module in list(model.named_modules()):
         if isinstance(module, MaskedLinear):
             _pack_masks(module, packed)
         if isinstance(module, NaiveMGLU):
             _become_fused(module, name)
-    found = lookalikes(model)
-    warn_of_lookalikes("freeze", found, _advice, stacklevel=2)
-    if replace is None and not found and not any(isinstance(module, MaskedLinear) for module in model.modules()):
+    if others := _modules_like_mglu(model):
+        _warn_of_others(others)
+    elif replace is None and not any(isinstance(module, MaskedLinear) for module in model.modules()):
         notices.warn(
             f"freeze: {type(model).__name__} has no MGLU or NaiveMGLU, so no masks were packed; name modules of your "
             "own in freeze(model, replace={...})",
@@ -111,13 +111,32 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
     return model
 
 
-def _advice(found: Lookalike) -> str:
-    arguments = f"module.{found.weight}, module.{found.logits}"
-    own = MGLUExperts if found.is_of_experts else MGLU
-    return (
-        f"its masks were not packed; if it is one, call freeze(model, replace={{{found.cls.__name__}: lambda module: "
-        f"mglu_ops.nn.{own.__name__}.from_parameters({arguments})}}) with its activation; if its masks are not "
-        f"`{found.logits} > 0`, pass bool masks as it makes them, such as module.{found.logits}.sigmoid() > 0.5"
+def _modules_like_mglu(model: nn.Module) -> dict[str, str]:
+    """Map the names of modules that look like MGLU layers of other packages to the names of their classes."""
+    return {
+        without_wrappers(name) or "the model": type(module).__name__
+        for name, module in model.named_modules()
+        if not isinstance(module, MaskedLinear) and _looks_like_mglu(module)
+    }
+
+
+def _looks_like_mglu(module: nn.Module) -> bool:
+    own = [parameter for parameter in module.parameters(recurse=False) if not is_lazy(parameter)]
+    linears = [child.weight for child in module.children() if isinstance(child, nn.Linear)]
+    shapes = {weight.shape for weight in (*own, *linears) if not is_lazy(weight)}
+    logits = [one for one in own if one.dim() == 3 and 1 <= len(one) <= MAX_MASKS and one.is_floating_point()]
+    return any(one.shape[1:] in shapes for one in logits)
+
+
+def _warn_of_others(found: dict[str, str]) -> None:
+    names, classes = list(found), list(dict.fromkeys(found.values()))
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    notices.warn(
+        "freeze: modules that look like MGLU layers, with parameters [d, h] and [n, d, h], but are not of mglu_ops, "
+        f"were left as they are: {', '.join(names[:3])}{more}, of class {', '.join(classes)}; to pack the masks of "
+        f"such a layer, replace it, for example by freeze(model, replace={{{classes[0]}: lambda module: "
+        "mglu_ops.nn.MGLU.from_parameters(module.weight, module.logits)})",
+        stacklevel=3,  # freeze's caller
     )
 
 

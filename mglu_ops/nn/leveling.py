@@ -1,4 +1,4 @@
-"""Factors for initial weights, with which an untrained layer's results are as large as an MGLU's with four masks.
+"""Factors for initial weights that make an untrained layer's results as large as an MGLU's with four masks.
 
 The size of a result is its second moment. Let `t = x W^T` have the variance s, and let the activation be proportional
 to the power p of its argument, on one side of 0 or on both. The second moment of `act(t)` is then `k s^p`, where k is a
@@ -24,7 +24,7 @@ LINEAR_VARIANCE = 1 / 3
 
 
 def level_gain(n_masks: int, activation: str = "silu", top_k: int | None = None) -> float:
-    """The factor for the initial weight of an MGLU, with which its first results are as large as with four masks.
+    """The factor for the initial weight of an MGLU that makes its first results as large as with four masks.
 
     For n masks and an activation of degree p, the factor is `(20 / (n^2 + n))^(1 / (2 p + 2))`, since the result grows
     with the power p + 1 of W. With a router, each term is multiplied by its mask weight r_i, so
@@ -40,7 +40,7 @@ def level_gain(n_masks: int, activation: str = "silu", top_k: int | None = None)
 
 
 def glu_level_gain(activation: str = "silu") -> float:
-    """The factor for both initial weights of a `GLU`, with which its first results are as large as an MGLU's.
+    """The factor for both initial weights of a `GLU` that makes its first results as large as an MGLU's.
 
     The second moments are `10 k (s / 2)^(p + 1)` for an MGLU with four masks and `k s^(p + 1)` for a GLU, in the
     symbols of this file's docstring.
@@ -50,7 +50,7 @@ def glu_level_gain(activation: str = "silu") -> float:
 
 
 def lu_level_gain(activation: str = "gelu") -> float:
-    """The factor for the initial weight of an `LU`, with which its first results are as large as an MGLU's.
+    """The factor for the initial weight of an `LU` that makes its first results as large as an MGLU's.
 
     The second moments are `10 k (s / 2)^(p + 1)` for an MGLU with four masks and `k s^p` for an LU, in the symbols of
     this file's docstring. The factor therefore depends on s, which is assumed to be LINEAR_VARIANCE.

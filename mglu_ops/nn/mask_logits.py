@@ -23,7 +23,7 @@ def without_wrappers(name: str) -> str:
 
 
 def parameters_with_owners(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield each parameter after its name, without wrappers, and its module; shared parameters once for each module."""
+    """Yield `(name, module, parameter)` for every parameter of every module. The names are `without_wrappers`."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, parameter in module.named_parameters(recurse=False):
             yield without_wrappers(f"{prefix}.{name}" if prefix else name), module, parameter

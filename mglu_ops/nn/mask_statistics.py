@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from ..masks import N_MASKS_DIM, check_layout, count_ones, n_masks_of
 from ..tensors import whole
 from .arguments import check_model
-from .lookalikes import warn_of_unnamed_logits
 from .mask_logits import Selection, logits_of_modules, selected, value_now, without_wrappers
 from .masked_linear import MaskedLinear, packed_logits
 
@@ -129,7 +128,6 @@ class MaskStatistics:
                 f"model: {type(model).__name__} has no MGLU or NaiveMGLU; name the mask logits of your own modules, "
                 'for example mask_logits=["*.logits"]'
             )
-        warn_of_unnamed_logits("MaskStatistics", model, mask_logits, "its masks are not counted", stacklevel=2)
         self._before = {layer: read().packed_masks for layer, read in self._layers.items()}
 
     @torch.no_grad()

@@ -242,8 +242,8 @@ def check_masks_of(module: MaskedLinear, packed_masks: object, rows: Sequence[in
                 f"{name}: got shape {shape}, must be [num_experts, out_features, ceil(in_features / 8), n_masks] = "
                 f"{expected}"
             )
-        # Check the layout of one expert's masks, on the meta device. All masks cannot be flattened to one layer,
-        # because torch 2.11 cannot flatten DTensors that are sharded along dimension 1.
+        # Check the layout of one expert's masks, on the meta device. The masks of all experts cannot be viewed as the
+        # masks of one layer, because torch 2.11 cannot flatten DTensors that are sharded along dimension 1.
         one = torch.empty(shape[1:], dtype=packed_masks.dtype, layout=packed_masks.layout, device="meta")
     try:
         check_layout(one, module.in_features, rows[-1])

@@ -133,7 +133,7 @@ class MGLU(MaskedLinear):
         n_masks = masks.shape[-3]
         if router is not None:
             check_router(router, in_features, n_masks)
-        layer = cls(  # type: ignore[misc] # experts take their number first
+        layer = cls(  # type: ignore[misc] # MGLUExperts takes num_experts first
             *experts,
             in_features,  # type: ignore[arg-type]
             out_features,
@@ -178,7 +178,7 @@ class MGLU(MaskedLinear):
                 scales have the wrong shape, or the padding of the masks is not 0; a quantized weight requires a
                 gradient; or x requires a gradient and the layer has an `activation_format` other than `dense`.
         """
-        if isinstance(x, torch.fx.Proxy):  # torch.fx.symbolic_trace, in which nothing has a value
+        if isinstance(x, torch.fx.Proxy):  # a Proxy of torch.fx.symbolic_trace has no values
             return self._project(x, self.mask_weights(x))
         self.check_input(x)
         packed_masks = self.packed_masks

@@ -90,7 +90,7 @@ class NaiveMGLU(MaskedLinear):
         Raises:
             TypeError, ValueError: as in `MGLU`.
         """
-        if not isinstance(x, torch.fx.Proxy):  # torch.fx.symbolic_trace, in which nothing has a value
+        if not isinstance(x, torch.fx.Proxy):  # a Proxy of torch.fx.symbolic_trace has no values
             self.check_input(x)
         if self.packed_masks is not None:
             check_masks_in_use(self, self.packed_masks)

@@ -11,7 +11,6 @@ from torch.nn.parameter import is_lazy
 
 from .. import notices
 from .arguments import check_model
-from .lookalikes import warn_of_unnamed_logits
 from .mask_logits import Selection, logits_of_modules, parameters_with_owners, selected
 
 LEVELED_MASK_LR = 0.3
@@ -43,11 +42,11 @@ def parameter_groups(
     layers have `weight_init="paper"` and others `"leveled"`, there are two groups named `mask_logits`, and a warning.
 
     The logits of `MGLU`, `NaiveMGLU` and their subclasses are found by the class of the module. Name the logits of your
-    own modules in `mask_logits`; a warning names modules that look like MGLU layers and whose logits are not named.
-    Named logits train at the paper's rate, unless their module has the attribute `weight_init = "leveled"`. A parameter
-    that several modules share is in one group: in `mask_logits` if it holds logits in any of the modules, else in
-    `no_decay` if any of its uses belongs to `no_decay`. Parameters with `requires_grad=False` are skipped, and empty
-    groups are omitted. The order of groups and parameters is deterministic.
+    own modules in `mask_logits`; otherwise they are among the weights, whose decay pulls them to 0. Named logits train
+    at the paper's rate, unless their module has the attribute `weight_init = "leveled"`. A parameter that several
+    modules share is in one group: in `mask_logits` if it holds logits in any of the modules, else in `no_decay` if any
+    of its uses belongs to `no_decay`. Parameters with `requires_grad=False` are skipped, and empty groups are omitted.
+    The order of groups and parameters is deterministic.
 
     The groups work with every optimizer of torch, also with `fused=True`, and with models in `torch.compile`,
     `DistributedDataParallel` and `fully_shard`. Call this function after `fully_shard`, as an optimizer requires.
@@ -104,8 +103,6 @@ def parameter_groups(
         }
         for rank, rate in sorted(set(found.values()))
     ]
-    unnamed = "its logits are among the weights, with their rate and decay"
-    warn_of_unnamed_logits("parameter_groups", model, mask_logits, unnamed, stacklevel=2)
     _warn_of_mixture(groups)
     return groups
 

@@ -110,8 +110,8 @@ def dequantize(model: ModelT, *, dtype: torch.dtype | None = None, skip: Iterabl
 
     Use it to merge adapters into the weights, or to change the format. Each weight becomes a dense Parameter with
     `requires_grad=True`: the stored numbers times their scales, rounded to `dtype`. `weight_scale` becomes None, and
-    both formats become `dense`. The precision that `quantize` has lost stays lost. In float32, quantizing the result to
-    the same format gives the same stored bits.
+    `weight_format` and `activation_format` become `dense`. The precision that `quantize` has lost stays lost. In
+    float32, quantizing the result to the same format gives the same stored bits.
 
     Modules keep their identity, hooks, masks and router. Layers that share a weight share the dense one. Layers with a
     dense weight do not change. If there is an error, no layer changes. An optimizer created before the call does not
@@ -129,7 +129,7 @@ def dequantize(model: ModelT, *, dtype: torch.dtype | None = None, skip: Iterabl
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or `skip` is not a list of names.
-        ValueError: `dtype` is another dtype; a name in `skip` matches no `MGLU`; the model has no `MGLU`; or a
+        ValueError: `dtype` is none of these; a name in `skip` matches no `MGLU`; the model has no `MGLU`; or a
             quantized layer that is not in `skip` computes its weight from other tensors, has another weight's scales,
             is sharded by FSDP or is offloaded by accelerate.
     """

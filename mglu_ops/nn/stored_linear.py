@@ -344,7 +344,7 @@ def quantized(chosen: WeightFormat, weight: Tensor) -> tuple[Tensor, Tensor | No
             )
             if columns_are_divided and weight.dim() == 3 and shards == mesh.size():
                 return _quantized_columns(chosen, weight)
-            # Each rank has whole rows, and no block of rows with one scale is cut.
+            # If each rank has whole rows and whole blocks of rows with one scale, it quantizes its own part.
             if not columns_are_divided and (not rows_are_divided or own.shape[-2] % chosen.rows == 0):
                 stored, scale = quantized(chosen, own)
                 assert scale is not None

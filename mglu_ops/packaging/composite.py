@@ -1,8 +1,8 @@
 """`mglu::forward` in torch operators, which Inductor compiles into a package with `backend="composite"`.
 
-It computes the same as the backend `composite`, but writes nothing in place and reads no mask on the host. Inductor
-generates one kernel for each masked copy of the weight, and one that computes the result from the products. Uncompiled,
-it is slower than the backend.
+It computes what the backend `composite` computes, but writes nothing in place and reads no mask on the host. Inductor
+generates one kernel for each masked copy of the weight, and one that computes the result from the products. Without
+Inductor, it is slower than the backend.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _gates_and_values(x: Tensor, weight: Tensor, packed_masks: Tensor) -> Iterat
 
 
 def _mask(packed_masks: Tensor, index: int, in_features: int) -> Tensor:
-    """Return mask `index` as bool `[out_features, in_features]`. Inductor computes it inside the kernel that reads it."""
+    """Return mask `index` as bool `[out_features, in_features]`. Inductor computes it in the kernel that reads it."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed_masks.device)
     bits = (packed_masks[:, :, index].unsqueeze(-1) >> shifts) & 1
     return bits.reshape(packed_masks.shape[0], packed_masks.shape[1] * 8)[:, :in_features] != 0

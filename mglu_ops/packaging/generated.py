@@ -1,4 +1,4 @@
-"""Writes the files of `csrc/library` that are made from lists in Python, so that each list exists once.
+"""Writes the files of `csrc/library` that are made from lists in Python, so that no list is maintained twice.
 
 `python -m mglu_ops.packaging.generated` writes the files; a test compares them with what this module would write.
 """
@@ -14,7 +14,7 @@ from .library import source_directory
 
 
 def contract() -> str:
-    """The schemas of the operators, and the formats of a weight."""
+    """Return the schemas of the operators and the formats of weights, as C++ arrays."""
     schemas = "".join(f"    {_quoted(schema)},\n" for schema in SCHEMAS)
     formats = "".join(f"    {_format(one)},\n" for one in FORMATS.values())
     return f"constexpr std::string_view kSchemas[] = {{\n{schemas}}};\nconstexpr Format kFormats[] = {{\n{formats}}};\n"
@@ -41,7 +41,7 @@ FILES: dict[str, Callable[[], str]] = {
 
 
 def text_of(path: str) -> str:
-    """The whole text of a file of `FILES`."""
+    """Return the whole text of a file of `FILES`."""
     return f"// Written by `python -m mglu_ops.packaging.generated`.\n{FILES[path]()}"
 
 

@@ -96,9 +96,7 @@ class Sizes:
         self._alone: dict[str, tuple[str, int]] = {}
         self._solved: list[tuple[str, str, int, Expression]] = []
         self._computed: list[tuple[str, int, Expression]] = []
-        for entry, dim, size in sorted(
-            found, key=lambda each: not each[2].text.isidentifier()
-        ):  # sizes that are symbols first
+        for entry, dim, size in sorted(found, key=lambda each: not each[2].text.isidentifier()):  # lone symbols first
             unknown = sorted(size.names - self._words.keys())
             if unknown == [size.text]:
                 self._alone[size.text] = entry.name, dim
@@ -122,9 +120,7 @@ class Sizes:
         values = {symbol: shapes[name][dim] for symbol, (name, dim) in self._alone.items()}
         for symbol, name, dim, size in self._solved:
             start, after = (size({**values, symbol: value}) for value in (0, 1))
-            values[symbol] = (shapes[name][dim] - start) // (
-                (after - start) or 1
-            )  # the divisor is 1 if s4 is 0 in `s3 * s4`
+            values[symbol] = (shapes[name][dim] - start) // ((after - start) or 1)  # 1 if s4 is 0 in `s3 * s4`
         for name, dim, size in self._computed:
             if (wanted := size(values)) != (found := shapes[name][dim]):
                 words = in_words(size.text, self._words)

@@ -164,7 +164,7 @@ def _check_weight(info: PackageInfo, expected: WeightInfo | None, name: str, ten
 
 
 _VECTORS = ("DEFAULT", "AVX2", "AVX512")
-"""Vector instructions of x86, by torch's names. A CPU that has one of them also has those before it."""
+"""Vector instructions of x86, by torch's names. A CPU that has one of them also has all before it."""
 
 
 def _check_process(info: PackageInfo) -> None:

@@ -1,8 +1,8 @@
 """Makes packages call a C function of libmglu_ops.so for `mglu::forward`, without torch's dispatcher and its boxing.
 
 Inductor derives the name of the C function from the name of the operator without its namespace. For `forward` that
-would be `aoti_torch_cpu_forward`, which other libraries may use too. So the graph calls the operator
-`mglu::mglu_forward` instead. That operator has the schema of `mglu::forward`. It is only compiled, and never run.
+would be `aoti_torch_cpu_forward`, which other libraries may use too. So the graph calls an operator of this module,
+`mglu::mglu_forward`, which has the schema of `mglu::forward`. It is only compiled, and never run.
 """
 
 from __future__ import annotations

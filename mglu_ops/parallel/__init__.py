@@ -1,6 +1,6 @@
 """MGLU layers on several GPUs, with torch's own tools: DTensor, `parallelize_module` and `fully_shard`.
 
-README.md beside this file shows how to use each of them. Importing this package imports `torch.distributed.tensor`.
+README.md beside this file has examples. Importing this package imports `torch.distributed.tensor`.
 """
 
 from .colwise import ColwiseMGLU

@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from ..nn.arguments import check_model
-from ..nn.lookalikes import warn_of_unnamed_logits
 from ..nn.mask_logits import Selection, logits_of_modules, parameters_with_owners, selected
 
 
@@ -29,8 +28,7 @@ def shard_placement_fn(model: nn.Module, *, mask_logits: Selection = ()) -> Call
     out_features, FSDP raises an error that names the sizes.
 
     Args:
-        model: the model. The logits of `MGLU` and `NaiveMGLU` are found by the class of their module. A warning names
-            modules that look like MGLU layers and whose logits are not in `mask_logits`.
+        model: the model. The logits of `MGLU` and `NaiveMGLU` are found by the class of their module.
         mask_logits: more parameters that are logits, as in `mglu_ops.nn.parameter_groups`.
 
     Returns:
@@ -43,8 +41,6 @@ def shard_placement_fn(model: nn.Module, *, mask_logits: Selection = ()) -> Call
     """
     check_model(model)
     names = set(selected(model, mask_logits))
-    without_placement = "its logits are divided along their first dimension, which is that of the masks"
-    warn_of_unnamed_logits("shard_placement_fn", model, mask_logits, without_placement, stacklevel=2)
 
     def placement(parameter: nn.Parameter) -> Shard | None:
         # Look up the logits at each call, since `fully_shard` replaces the parameters of one module after the other.

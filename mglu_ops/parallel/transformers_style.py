@@ -44,7 +44,7 @@ class TransformersColwiseMGLU(ColwiseParallel):
 class TransformersParallelExperts(TensorParallelLayer):
     """`mglu_ops.parallel.ParallelExperts` for the experts of a Transformers model.
 
-    Every rank gets the ids of all experts, from 0 to num_experts - 1.
+    On every rank, `expert_ids` number the experts of all ranks, from 0 to num_experts - 1.
 
     Args:
         way: `"rows"` or `"experts"`, as the argument `divide` of `ParallelExperts`.
@@ -54,7 +54,7 @@ class TransformersParallelExperts(TensorParallelLayer):
         self.way = way
 
     def install_forward(self, module: Any, mesh: DeviceMesh) -> nn.Module:
-        """Divide all tensors of the experts, so that the loader reads this rank's part, and install the two hooks."""
+        """Divide all tensors of the experts, so that the loader reads this rank's part, and install the hooks below."""
         experts: Any = module.mglu
         down_proj: Any = module.down_proj
         divide(module, experts, down_proj, self.way, mesh, None)

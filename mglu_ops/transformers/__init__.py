@@ -1,7 +1,7 @@
 """Models of Hugging Face Transformers with MGLU feed-forward layers (`architectures.py` lists them).
 
 Importing this package registers the models with `AutoConfig`, `AutoModel` and `AutoModelForCausalLM`. It needs
-transformers 5.17 or later: `pip install ".[transformers]"` in a clone. README.md beside this file shows how to use it.
+transformers 5.17 or later: `pip install ".[transformers]"` in a clone. README.md beside this file has examples.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed
 
 from . import requirements  # noqa: F401 (checks what is installed, before the imports below need it)
-from .architectures import *  # noqa: F403 (the classes of each row of the table)
+from .architectures import *  # noqa: F403 (the configurations and models)
 from .architectures import __all__ as _classes
 from .conversion import from_swiglu
 from .modeling import freeze

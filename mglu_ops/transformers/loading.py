@@ -53,9 +53,9 @@ def check_tensors(
 ) -> None:
     """Check the tensors of a checkpoint before Transformers loads them, because its loader accepts wrong tensors.
 
-    The loader casts tensors of wrong dtypes. It does not compare shapes if the model has a quantizer, and never the
-    shapes of tensors that `device_map` places on "disk", since the model does not hold them after loading. This
-    function renames tensors as the loader does before it looks up their names.
+    The loader casts tensors of wrong dtypes. It compares no shapes if the model has a quantizer. It never compares the
+    shapes of tensors that `device_map` places on "disk", since the model does not hold them after loading. Before this
+    function looks up a tensor's name, it renames the tensor as the loader does.
 
     Args:
         model: the model, which may be on the meta device.
@@ -68,8 +68,8 @@ def check_tensors(
         TypeError: packed masks of MGLU layers are not uint8, logits are not floating, or a weight or its scales do not
             have the dtype of the layer's format.
         ValueError: a tensor of an MGLU layer, or of another layer whose shapes the loader does not compare, has another
-            shape than the configuration says; or scales are NaN, infinite, negative or 0. If the model has a quantizer
-            that is not ours, the shapes of other layers are left to it.
+            shape than the configuration says; or scales are NaN, infinite, negative or 0. A quantizer that is not
+            `MGLUQuantizer` must check the shapes of other layers itself.
     """
     layers, targets = _layers(model), model.state_dict(keep_vars=True)
     renamings = [one for one in load_config.weight_mapping or () if isinstance(one, WeightRenaming)]

@@ -19,7 +19,7 @@ METHOD = "mglu"
 """The name of this package's method, the value of the key `quant_method`."""
 
 _PLACES = ("quantization_config", "mglu_quantization_config")
-"""The keys that may hold our configuration. The second key is used if a quantizer of linear layers has the first."""
+"""The keys that may hold an `MGLUQuantizationConfig`: the second if a quantizer of linear layers has the first."""
 
 
 @register_quantization_config(METHOD)
@@ -125,7 +125,8 @@ def stored_weights(config: Any) -> MGLUQuantizationConfig:
     """Read how a configuration describes the weights of its MGLU layers. Without a description, the format is `dense`.
 
     Raises:
-        ValueError: the value of the key is not a dictionary of `MGLUQuantizationConfig`.
+        ValueError: the value of `quantization_config` or `mglu_quantization_config` is not a dictionary, or not one
+            that `MGLUQuantizationConfig` accepts.
     """
     for place in _PLACES:
         found = getattr(config, place, None)

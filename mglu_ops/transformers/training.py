@@ -23,7 +23,7 @@ else:
 
 
 class MGLUTrainerMixin(_Trainer):
-    """Gives mask logits no weight decay and a learning rate of their own; put it before your Trainer class.
+    """Gives mask logits no weight decay, and their own learning rate. Put this mixin before your Trainer class.
 
     `Trainer` alone decays all parameters but norms and biases, and so it would decay logits. This mixin gets the groups
     from `mglu_ops.nn.parameter_groups`: `weights` with the `learning_rate` and `weight_decay` of the arguments,
@@ -32,7 +32,7 @@ class MGLUTrainerMixin(_Trainer):
     (`mglu_ops.nn.check_mask_lr`).
 
     Args:
-        mask_lr: learning rate of mask logits; None for `learning_rate`, or 0.3 times that in a model whose
+        mask_lr: learning rate of mask logits; None for `learning_rate`, or for 0.3 times `learning_rate` if the model's
             configuration says `weight_init="leveled"`. Other arguments are the Trainer's.
 
     Raises:

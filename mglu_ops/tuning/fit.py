@@ -1,7 +1,7 @@
 """Fits the cost model of `tile_wgmma` to a GPU: measures launches, and finds the constants that explain their times.
 
-The model ranks launches, so it must be accurate for the fastest launches. Calls are drawn with a fixed seed. At first,
-for each call, the launches that are fastest by the starting constants are measured, and a few random launches. The
+The model ranks launches, so it must be accurate for the fastest launches. Calls are drawn with a fixed seed. First,
+the launches that are fastest by the starting constants, and one random launch, are measured for each call. The
 constants are fitted to these times, and the launches that are fastest by the fitted constants are measured too. The
 timings can be kept in a CSV file, and fitted again.
 """
@@ -66,7 +66,7 @@ def sampled_calls() -> list[Call]:
 
 
 def launches_to_measure(call: Call, gpu: Gpu, costs: CostModel, fastest: int, others: int) -> list[TileWgmma]:
-    """The `fastest` launches of a call by the model, and `others` random launches."""
+    """The launches of a call that the model ranks first, `fastest` in number, and `others` random launches."""
     ranked = sorted(candidates(call, gpu, False), key=lambda config: costs.microseconds(config, call, gpu))
     rest = ranked[fastest:]
     return ranked[:fastest] + random.Random(str(call)).sample(rest, min(others, len(rest)))

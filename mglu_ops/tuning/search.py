@@ -128,7 +128,7 @@ def _screen(
 
 
 def compile_all(call: Call, gpu: Gpu, configs: Iterable[LaunchConfig]) -> dict[LaunchConfig, Exception]:
-    """Compile all kernels into the cache, in one thread per CPU. Map each launch that NVRTC refused to its error."""
+    """Compile the launches' kernels into the cache, in one thread per CPU. Return the errors of refused launches."""
     refused: dict[LaunchConfig, Exception] = {}
 
     def compile_one(config: LaunchConfig) -> None:

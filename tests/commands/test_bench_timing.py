@@ -1,4 +1,4 @@
-"""The GPU benchmarks' timing, tested with a fake GPU that only has a clock, and the results of their variants."""
+"""The timing of the GPU benchmarks, on a fake GPU that only has a clock, and the results of the measured variants."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from mglu_ops.formats import FORMATS
 
 ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 MOST_USED = ((8, 0), (9, 0))
-"""All cases are compiled for these two. The others get fewer cases, because they have no source code of their own."""
+"""The architectures for which all cases are compiled. Others get fewer cases, because no source code is only theirs."""
 USUAL_MASKS = (1, 2, 4, 8, 16)
 REGISTERS_PER_SM = 65536
 
@@ -52,12 +52,12 @@ def layer_call(
 
 
 def stored_in(call: Call, name: str) -> Call:
-    """The call with its weight in a format."""
+    """Return the call with its weight in the format `name`."""
     return replace(call, weight=StoredWeight(FORMATS[name], FORMATS[name].dtype or call.dtype, call.weight.layout))
 
 
 def launch_of(call: Call, gpu: Gpu) -> Any:
-    """Choose the launch of a call, of any class; tests check the class."""
+    """Choose the launch of a call. Its type is Any, so that tests can read its fields after they checked its class."""
     return without_tables(call, gpu)
 
 
@@ -109,7 +109,7 @@ def check(call: Call, gpu: Gpu, config: LaunchConfig | None) -> None:
 
 
 DECODED = {1: (1, 3, 4, 8, 16), 8: (1, 4, 7, 16), 16: (1, 3, 8, 15, 16)}
-"""Tokens -> numbers of masks to compile. Only every second number is compiled for GPUs other than `MOST_USED`."""
+"""Maps a number of tokens to the numbers of masks that are compiled, of which GPUs other than `MOST_USED` get half."""
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ DECODED = {1: (1, 3, 4, 8, 16), 8: (1, 4, 7, 16), 16: (1, 3, 8, 15, 16)}
 )
 def test_decode_mma_compiles_without_spills(name: str, arch: tuple[int, int], tokens: int, n_masks: int) -> None:
     dtypes = (torch.float16, torch.bfloat16)
-    if arch != (9, 0) or (name == "dense" and n_masks != 4):  # dtypes differ in a few instructions
+    if arch != (9, 0) or (name == "dense" and n_masks != 4):  # one dtype is enough: dtypes differ little
         dtypes = (dtypes[n_masks % 2],)
     for dtype in dtypes:
         shape = (14336, 4096) if tokens == 1 else (4096, 1024)  # long and short stages
@@ -193,7 +193,7 @@ def test_tiles_in_fp8_compile_without_spills(name: str, n_masks: int) -> None:
 
 @pytest.mark.parametrize("arch", quick_only_for([(9, 0)], KNOWN_GPUS), ids=str)
 def test_calls_whose_products_are_in_fp8(arch: tuple[int, int]) -> None:
-    """Calls with few tokens, and calls that the fp8 kernel cannot run, multiply rounded values in x's dtype instead."""
+    """Calls with few tokens, and calls that the fp8 kernel cannot run, multiply the rounded values in x's dtype."""
     call = replace(stored_in(layer_call(torch.bfloat16, 4, 8192), "fp8_row"), activation_format="fp8_token")
     few, wide = replace(call, leading=(4,)), replace(call, dtype=torch.float32)
     in_fp8 = [choose(one, HOPPER).config.rounds_x for one in (call, few, replace(few, batch_invariant=True), wide)]
@@ -253,7 +253,8 @@ def test_tile_wgmma_compiles_for_masks_without_a_tensor_map(tokens: int) -> None
 
 
 TRAINED = [(tokens, weighted) for tokens in (128, 2048, 8192) for weighted in (False, True)]
-"""Tokens, and True for mask weights. All are compiled for `USUAL_MASKS`, and two for other numbers of masks."""
+"""Pairs of a number of tokens, and True for mask weights. All pairs are compiled for each of `USUAL_MASKS`, and two of
+them for each other number of masks."""
 
 
 @pytest.mark.parametrize(
@@ -300,7 +301,7 @@ def test_plain_compiles_without_spills(arch: tuple[int, int], dtype: torch.dtype
 def _training_step_variants(
     n_masks: int, dtype: torch.dtype, activation: str, vector: bool
 ) -> Iterator[tuple[str, dict[str, int]]]:
-    """The kernels of a training step, with the macros of their largest variants, which use the most registers."""
+    """Yield the kernels of a training step, with the macros of their largest variants, which use the most registers."""
     steps, wide = training_steps, torch.float32
     yield "flip_signs", steps.flip_signs_macros(n_masks, True, vector)
     yield "scale", steps.scale_macros(dtype, n_masks + 1, vector)

@@ -236,7 +236,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("copied", [False, True])
 def test_a_repeated_call_is_not_chosen_again(copied, launched, monkeypatch):
-    """This also holds for calls that copy rows first. test_repeated_calls.py tests changes that need a new choice."""
+    """Covers calls that first copy x. test_repeated_calls.py tests the changes that need a new choice."""
     given = layer((2, 3), d=64, h=64)
     if copied:
         given = given._replace(x=OnGpu(torch.empty(3, 2, 64, dtype=torch.bfloat16).transpose(0, 1)))
@@ -311,7 +311,7 @@ class Recorder:
 
 @pytest.mark.parametrize(("n_masks", "permuted"), [(1, False), (8, True)])
 def test_tensor_maps_are_encoded_once_for_each_address(n_masks, permuted, monkeypatch):
-    """Many layers share one x, so the tensor map of x is kept apart from those of W and masks."""
+    """Many layers share one x, so the tensor map of x is cached apart from the maps of W and of the masks."""
     encoded: list[int] = []
 
     def encode(_: Matrix, pointer: int) -> bytes:

@@ -115,7 +115,7 @@ def test_other_kernels_of_experts_compile_without_spills(arch: tuple[int, int]) 
 
 
 def test_a_dense_launch_of_the_kernel_has_no_items() -> None:
-    """Items are a macro, so that a layer without experts compiles to the instructions that it had."""
+    """A macro enables the code for items, so that it costs a layer without experts nothing."""
     call = experts_call(4, 8).one
     config = decode_mma.choose(call, HOPPER)
     assert config is not None

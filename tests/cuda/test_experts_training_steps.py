@@ -34,7 +34,7 @@ def products_of_experts(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 @pytest.fixture
 def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replaces the library's products and the Triton kernels by loops."""
+    """Replaces `grouped_mm` and the Triton kernels by loops."""
     monkeypatch.setattr(training, "product", lambda a, b, offs: products_of_experts(a, b, offs).to(a.dtype))
     monkeypatch.setattr(
         training, "_wide_product", lambda x, weight, offs: products_of_experts(x, weight.transpose(1, 2), offs)

@@ -1,4 +1,4 @@
-"""The table of items of a call of experts, compared with a stable sort. The device code runs emulated on a CPU.
+"""The items that `group_tokens` writes are compared with a stable sort. The device code runs emulated on a CPU.
 
 An item is up to `item_rows` rows of one expert. tests/support/emulated_kernels.py says what emulation can show.
 """
@@ -24,7 +24,7 @@ LAYER = Call.contiguous(torch.device("cpu"), torch.bfloat16, 1, 1, 16, 64)
 
 
 def table_of(call: Call, index: Tensor, item_rows: int) -> tuple[Tensor, Tensor]:
-    """The entries `[max_items, 4]`, and the rows in the order of their places; a band after them must not change."""
+    """Return the entries `[max_items, 4]` and the sorted row numbers. Memory after the table must not change."""
     entries = group_tokens.max_items(call, item_rows)
     words = group_tokens.table_bytes(call, item_rows) // 4
     table = torch.full((words + 64,), -7, dtype=torch.int32)
@@ -36,7 +36,7 @@ def table_of(call: Call, index: Tensor, item_rows: int) -> tuple[Tensor, Tensor]
 
 
 def entries_of(offs: Tensor, rows: int, item_rows: int) -> Tensor:
-    """The expected entries of experts whose rows end at `offs`, and of the rows after them, which have no expert."""
+    """Return the expected entries: first for experts, whose rows end at `offs`, then for rows without an expert."""
     found = []
     for expert, (first, end) in enumerate(pairwise((0, *offs.tolist(), rows))):
         count = -(-(end - first) // item_rows)

@@ -146,7 +146,7 @@ TRAINING = training_choice(contiguous(4, 1024, 8192, 2048), HOPPER)
         (TILE, 8, {"sparse": True, "permuted": True}, "permuted: not with sparse products"),
         (TILE, 8, {"cluster": 2}, None),
         (TILE, 8, {"cluster": 4}, "cluster: got 4, must be 1 or 2$"),
-        # In these cases, a stage is more than one group of wgmmas.
+        # In the next two cases, a stage is more than one group of wgmmas, as it must be. In the third, it is one group.
         (TILE, 2, {"block_tokens": 64, "mask_groups": 2, "steps": 2}, None),
         (TILE, 2, {"block_tokens": 64, "mask_groups": 2, "sub": 2, "steps": 4}, None),
         (TILE, 2, {"block_tokens": 64, "mask_groups": 2, "steps": 4}, "steps: got 4, must be less"),

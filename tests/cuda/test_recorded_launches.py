@@ -1,7 +1,7 @@
-"""For many calls, the CUDA backend's launches must equal those recorded in `recorded_launches.txt`.
+"""For many calls, the CUDA backend's launches must equal the launches recorded in `recorded_launches.txt`.
 
-A change of the code that describes, chooses or prepares calls must not change launches by accident. If a change is
-meant, `MGLU_RECORD_LAUNCHES=1 python -m pytest tests/cuda/test_recorded_launches.py` writes the file again.
+A change of the code that describes, chooses or prepares calls must not change launches by accident. If launches should
+change, `MGLU_RECORD_LAUNCHES=1 python -m pytest tests/cuda/test_recorded_launches.py` writes the file again.
 
 Each line of the file has a digest of everything that the driver sees for one layer on one GPU: kernels, targets,
 macros, grids, threads, shared memory, attributes, structs, tensor maps, their order, and the workspace, for several
@@ -44,7 +44,7 @@ WORKSPACE = 0x1000000
 
 
 def layers() -> Iterator[tuple[str, Call]]:
-    """Layers without experts, with one token, and their names."""
+    """Yield the name of each layer without experts, and its call with one token."""
     shapes = ((14336, 4096), (8192, 2048), (4096, 14336), (100, 72), (41, 45))
     kinds: list[dict[str, Any]] = [
         *({"n_masks": n_masks} for n_masks in (1, 2, 3, 4, 8, 16)),
@@ -69,7 +69,10 @@ def layers() -> Iterator[tuple[str, Call]]:
 
 
 def mixtures() -> Iterator[tuple[str, Call, int, int | None]]:
-    """One expert's layer with its name, the number of experts and K, None for rows that are sorted by expert."""
+    """Yield the name of each layer of experts, the layer of one expert, the number of experts, and K.
+
+    K, the number of experts per token, is None for rows that are sorted by expert.
+    """
     shapes = ((768, 2048, 128, 8), (14336, 4096, 8, 2), (2880, 2880, 32, 4), (40, 72, 5, 2))
     kinds: list[dict[str, Any]] = [
         *({"n_masks": n_masks} for n_masks in (1, 4)),
@@ -95,30 +98,30 @@ def mixtures() -> Iterator[tuple[str, Call, int, int | None]]:
 
 
 def layer_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
-    """All that the driver sees for one call of `mglu::forward`."""
+    """Return all that the driver sees for a call of `mglu::forward`."""
     return _plan_record(recorder, quantize_x.plan(choose(call, gpu).config, call, gpu))
 
 
 def training_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
-    """The same for `tile_wgmma` in `mglu::forward_train`, where it runs a call."""
+    """Return all that the driver sees for `mglu::forward_train`; nothing if `tile_wgmma` cannot run the call."""
     config = training_choice(call, gpu)
     return "" if config is None else _plan_record(recorder, config.plan(call, gpu))
 
 
 def experts_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
-    """The same for `mglu::experts_forward` and `mglu::grouped_forward`."""
+    """Return all that the driver sees for `mglu::experts_forward` or `mglu::grouped_forward`."""
     launch = choose_experts(call, gpu)
     return launch.violation(call, gpu) or _plan_record(recorder, launch.plan(call, gpu))
 
 
 def experts_training_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
-    """The same for `mglu::grouped_forward_train`."""
+    """Return all that the driver sees for `mglu::grouped_forward_train`; nothing if `tile_wgmma` cannot run it."""
     launch = training_items(call, gpu)
     return "" if launch is None else _plan_record(recorder, launch.plan(call, gpu))
 
 
 def down_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
-    """The same for `mglu::experts_down`."""
+    """Return all that the driver sees for `mglu::experts_down`."""
     if (problem := experts_down.unsupported_reason(call, gpu)) is not None:
         return problem
     config = experts_down.launch_for(call, gpu)
@@ -138,7 +141,7 @@ def _plan_record(recorder: RecordingDriver, plan: Plan) -> str:
 
 
 def records(gpu_name: str) -> dict[str, str]:
-    """Name -> digest, for all layers on a GPU."""
+    """Map the names of all layers to digests of their launches on a GPU."""
     gpu, texts = GPUS[gpu_name], {}
     with recording() as recorder:
 

@@ -32,7 +32,7 @@ def expert_call(n_masks: int, tokens: int, model: tuple[int, int, int, int] = QW
 
 
 def sorted_by_expert(call: Call) -> Call:
-    """The same number of rows, sorted by expert."""
+    """Return the call with the same number of rows, sorted by expert."""
     return replace(call, leading=(call.tokens,), routing=replace(call.routed, top_k=None))
 
 
@@ -41,7 +41,7 @@ def check(call: Call, launch: TileItems | None) -> None:
     assert launch.violation(call, HOPPER) is None
     for kernel, target, macros in (step.source for step in launch.plan(call, HOPPER)):
         registers, spills, log = compiled(kernel, target, macros)
-        # csrc/cuda/tile_wgmma.md has these spills, which a single layer does not have.
+        # csrc/cuda/tile_wgmma.md lists these spills, which the kernel for a single layer does not have.
         weighted = call.mask_weights_dtype is not None and launch.config.mask_groups == 2
         scales_columns = call.weight.format.columns is not None
         many_masks = call.n_masks >= (6 if isinstance(launch.config, TrainingTile) else 8)
@@ -163,7 +163,7 @@ def test_the_model_counts_a_read_of_w_for_each_expert_in_use() -> None:
 
 
 def test_which_kernel_runs_experts() -> None:
-    """decode_mma runs few rows per expert. If threads must load masks (gpt-oss: 360 bytes per row), it runs more."""
+    """`decode_mma` runs experts with few rows, and with more if TMA cannot load masks (gpt-oss: rows of 360 bytes)."""
 
     def kernel(call: Call, **changes: Any) -> str:
         return choose_experts(replace(call, **changes), HOPPER).config.kernel

@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -108,16 +107,11 @@ def test_only_logits_are_placed() -> None:
         found = {name: placement(parameter) for name, parameter in model.named_parameters()}
         return {name: shard.dim for name, shard in found.items() if shard is not None}
 
-    words = "shard_placement_fn: own: a .*Own looks like an MGLU layer .* divided along their first dimension"
-    with pytest.warns(UserWarning, match=words) as caught:
-        assert placed([]) == {"ours.mask_logits": 1}
-    assert [warning.filename for warning in caught] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert placed(["own.logits"]) == {"ours.mask_logits": 1, "own.logits": 1}
-        # Rows of two-dimensional logits are in the first dimension.
-        model["own"].logits = nn.Parameter(torch.randn(4, 6))
-        assert placed(["own.logits"]) == {"ours.mask_logits": 1, "own.logits": 0}
+    assert placed([]) == {"ours.mask_logits": 1}
+    assert placed(["own.logits"]) == {"ours.mask_logits": 1, "own.logits": 1}
+    # Rows of two-dimensional logits are in the first dimension.
+    model["own"].logits = nn.Parameter(torch.randn(4, 6))
+    assert placed(["own.logits"]) == {"ours.mask_logits": 1, "own.logits": 0}
     with pytest.raises(TypeError, match="model: got Parameter, must be a torch"):
         shard_placement_fn(model["own"].weight)
 

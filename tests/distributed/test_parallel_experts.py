@@ -54,7 +54,7 @@ def test_two_ranks_load_the_checkpoint_of_one_process(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_layers_in_other_dtypes_equal_one_process(tmp_path: Path) -> None:
-    """On GPUs, tests/gpu runs the same checks with the same widths."""
+    """The tests in tests/gpu make these checks on GPUs."""
     run_on_ranks(check_in_other_dtypes, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The parallel style "mglu_colwise" on two gloo ranks: Transformers loads sharded layers with the same results."""
+"""Layers that Transformers shards on two gloo ranks, by the style "mglu_colwise", compute what whole layers compute."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def check_refusals() -> None:
 
 @pytest.mark.long
 def test_from_pretrained_shards_and_computes_the_same(tmp_path: Path) -> None:
-    """Covers learned masks with a router, and fixed masks without one. tests/huggingface also freezes and saves."""
+    """Covers learned masks with a router, and fixed masks without one. tests/huggingface freezes and saves models."""
     folders = []
     for learnable_masks, top_k in ((True, 2), (False, None)):
         config = config_of(learnable_masks, top_k)

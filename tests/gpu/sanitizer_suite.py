@@ -63,12 +63,12 @@ CASES: list[tuple[LaunchConfig | None, torch.dtype, Shape]] = [
 def run(
     config: LaunchConfig | None, dtype: torch.dtype, shape: Shape, has_mask_weights: bool, kernels: Sequence[str]
 ) -> bool:
-    """Run a call, check its result and return True. If `kernels` are given without the call's kernel, return False."""
+    """Run a call, check its result and return True. If `kernels` has names, but not the call's kernel, return False."""
     tokens, d, h, n_masks = shape
     x = torch.randn(tokens, h).to(dtype)
     weight = (torch.randn(d, h) / h**0.5).to(dtype)
     masks = torch.rand(n_masks, d, h) < 0.5
-    used = torch.rand(n_masks) < 0.4  # the other masks have weight 0 for all tokens
+    used = torch.rand(n_masks) < 0.4  # masks that are not used have weight 0 for all tokens
     mask_weights = torch.rand(tokens, n_masks) * used if has_mask_weights else None
     on_gpu = [None if t is None else t.cuda() for t in (x, weight, pack(masks), mask_weights)]
     operands = (*on_gpu[:3], "silu", on_gpu[3])

@@ -76,7 +76,7 @@ def test_the_gpu_rounds_as_a_cpu_does(dtype: torch.dtype, size: float) -> None:
     ],
 )
 def test_errors_equal_a_naive_layers(name: str, dtype: torch.dtype, tokens: int, d: int, h: int, n_masks: int) -> None:
-    """Covers the kernel that the dispatch chooses, which may multiply in fp8, every backend, and other layouts of x."""
+    """Covers every backend, other layouts of x, and the kernel that the dispatch chooses, which may multiply in fp8."""
     given, _ = make(name, dtype, tokens, d, h, n_masks)
     found = torch.ops.mglu.forward(*given[:8])
     assert_as_good_as_naive(found, given)
@@ -123,7 +123,7 @@ def test_each_kernel_gives_the_result_of_rounded_values(name: str, dtype: torch.
 @each_format
 @pytest.mark.parametrize("tokens", [1, 8, 64, 700])
 def test_a_token_does_not_depend_on_the_others(name: str, tokens: int) -> None:
-    """All tokens but the first and the last are scaled by 0, 1000, infinity and NaN."""
+    """All tokens but the first and the last are multiplied by 0, 1000, infinity and NaN in turn."""
     given, _ = make(name, torch.bfloat16, tokens + 2, 330, 2080, 4)
     expected = torch.ops.mglu.forward(*given[:8])
     for value in (0.0, 1000.0, math.inf, math.nan):

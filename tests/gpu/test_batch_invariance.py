@@ -88,7 +88,7 @@ def test_rows_of_small_and_odd_layers(dtype: torch.dtype, shape: tuple[int, int]
 
 @pytest.mark.parametrize("n_masks", [1, 4, 10, 16])
 def test_rows_on_other_gpus(n_masks: int) -> None:
-    """Runs the launches that are chosen for other GPUs on this GPU."""
+    """Runs, on this GPU, the launches that are chosen for other GPUs."""
     p = Problem(200, 528, 2048, n_masks, torch.bfloat16)
     for arch in ((8, 0), (8, 9), (12, 0)):
         everyone = None

@@ -287,7 +287,7 @@ def test_unsupported() -> None:
 
 
 def test_many_tokens_run_on_the_backend_if_it_is_named() -> None:
-    """With 32 rows of W only kernels for few tokens take the call, so that `composite` would be faster."""
+    """With 32 rows of W, only kernels for few tokens take the call, so `composite` would be faster."""
     Problem(1000, 32, 64, 2).check()
 
 

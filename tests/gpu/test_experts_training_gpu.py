@@ -34,7 +34,7 @@ def _needs_grouped_products() -> None:
     params=["bfloat16", "bfloat16 without tiles", "bfloat16 without tiles and grouped_mm", "float16", "float32", "tf32"]
 )
 def dtype_of_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
-    """Choose a step's kernels for products, and return its dtype. Some GPUs lack `tile_wgmma` or `grouped_mm`."""
+    """Choose the kernels of a step's products, and return their dtype. Some GPUs lack `tile_wgmma` or `grouped_mm`."""
     monkeypatch.setattr(dispatch, "_prepared", {})  # forgets calls that were prepared with other products
     if "without" in request.param:
         monkeypatch.setattr(experts_training, "training_items", lambda call, gpu: None)

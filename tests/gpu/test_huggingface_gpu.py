@@ -41,5 +41,5 @@ def test_cuda_graphs_give_the_same_tokens_in_as_few_graphs_as_swiglu(name: str, 
     expected = generated(model)
     if form == "packed":
         assert all(mglu.packed_masks.is_cuda for mglu in mglus(frozen(model)))
-    # SwiGLU models also need a second graph if they have a sliding-window cache, as Mistral and Gemma 3 do.
+    # Models with a sliding-window cache, such as Mistral and Gemma 3, need two graphs, with SwiGLU as with MGLU.
     assert graphs(model, expected) <= graphs(tiny_swiglu(name, **sizes).cuda())

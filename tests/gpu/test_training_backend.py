@@ -27,7 +27,7 @@ pytestmark = pytest.mark.gpu
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 STEPS = Steps("cuda", [(3, 520), (257, 4096), (5, 37), (19, 1004), (1, 8), (2, 1), (0, 24), (4, 0)])
-"""Checks in sizes (rows, columns), some with columns that are not multiples of 8 or 16, and some of size 0."""
+"""Checks of sizes (rows, columns). Some numbers of columns are not multiples of 8 or 16, and some sizes are 0."""
 
 
 def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -215,7 +215,7 @@ def test_errors_are_within_the_budget(dtype: torch.dtype, n_masks: int) -> None:
     [
         *(((512,), 384, 512, 4, activation) for activation in ACTIVATIONS),
         *(((tokens,), d, h, 3, "silu") for tokens, d, h in RAGGED),
-        *((tokens, 2048, 1024, 4, "silu") for tokens in ((4096,), (16, 300))),  # D is computed in several chunks
+        *((tokens, 2048, 1024, 4, "silu") for tokens in ((4096,), (16, 300))),  # features in several chunks
     ],
     ids=str,
 )
@@ -317,7 +317,7 @@ def test_expanded_gradients() -> None:
 
 @pytest.mark.parametrize("logits_dtype", [BF16, F32])
 def test_scratch_memory_of_backward(logits_dtype: torch.dtype, gemms: str) -> None:
-    """Our kernels need scratch memory for flipped weights at most, and torch's GEMMs for a fifth of the features."""
+    """Our kernels need scratch memory only for flipped weights. torch's GEMMs need it for a fifth of all features."""
     tokens, d, h, n_masks = 8192, 8192, 1024, 4
     layer = Layer.random("cuda", BF16, (tokens,), d, h, n_masks, logits_dtype=logits_dtype)
     with torch.no_grad():

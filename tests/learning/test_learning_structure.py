@@ -120,7 +120,7 @@ def test_a_compiled_layer_of_structure_follows_the_eager_one(options, text, tmp_
 
 
 def test_paired_layers_start_alike_and_read_the_same_text(text):
-    """With `paired`, layers with the same seed share parameters and text. Without it, the layer affects later draws."""
+    """With `paired`, layers with the same seed share parameters and text. Else later draws depend on the layer."""
     several = [replace(one, vocabulary=VOCABULARY, seed=3) for one in experiments.STRUCTURE]
     starts = [dict(one.model().named_parameters()) for one in several]
     shared = [name for name in starts[0] if ".projection." not in name]

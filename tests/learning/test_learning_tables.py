@@ -207,7 +207,7 @@ def test_the_tables_explain_every_experiment():
 
 
 def test_verdicts_need_more_than_the_spread_of_seeds(tmp_path):
-    """The losses of two layers' seeds are 0.001 apart: a standard deviation of 0.001 / sqrt(2). A token has 4 bytes."""
+    """Two layers' losses differ by 0.001 between seeds, a standard deviation of 0.001 / sqrt(2). A token is 4 bytes."""
     for seed, (swiglu, gelu) in enumerate([(0.730, 0.732), (0.731, 0.733)]):
         finished(tmp_path, Recipe("glu", seed=seed), swiglu)
         finished(tmp_path, Recipe("lu", activation="gelu", seed=seed), gelu)

@@ -269,7 +269,8 @@ def test_accumulators_flip_a_share_of_the_bits_if_gradients_are_noise():
         masks.step_accumulators(accumulators, scale * torch.randn(200, 300), 1e-3)
         assert float(accumulators.abs().max()) <= 1
         flips.append(float((before != (accumulators > 0)).float().mean()))
-    # An accumulator that crosses 0 overshoots it, by about half a step of 0.03. So about a tenth fewer bits flip.
+    # An accumulator flips when it has crossed 0, by about half a step of 0.03. So it walks further than 1, and about a
+    # tenth fewer bits flip.
     for part in (flips[:100], flips[100:]):
         assert sum(part) / 100 == pytest.approx(1e-3, rel=0.2)
 

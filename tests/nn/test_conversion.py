@@ -85,7 +85,7 @@ def matrices(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_disjoint(layer: Any) -> None:
-    """Of each gate weight and the up weight at its place, set the smaller to 0. One matrix can then hold both."""
+    """Set the smaller one of each gate weight and its up weight to 0, so that one matrix can hold both matrices."""
     with torch.no_grad():
         if isinstance(layer, Joined):
             a, b = layer.gate_up_proj.weight.chunk(2)

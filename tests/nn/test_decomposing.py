@@ -27,7 +27,7 @@ def operators(program: Any) -> set[str]:
     [("gelu", 2, torch.float32), pytest.param("relu_squared", None, torch.bfloat16, marks=pytest.mark.long)],
 )
 def test_a_program_is_written_out_and_computes_the_same(activation: str, top_k: int | None, dtype: torch.dtype) -> None:
-    # 19 columns have padding in their last byte.
+    # With 19 columns, the last byte of a row of packed masks has padding.
     layer = MGLU(19, 24, n_masks=3, activation=activation, top_k=top_k)
     model = freeze(nn.Sequential(nn.Linear(19, 19), layer).to(dtype))
     program = exported(model, torch.randn(3, 19, dtype=dtype))

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from budgets import assert_matches
 from torch import Tensor, nn
-from torch.nn.utils import parametrize, prune
+from torch.nn.utils import parametrize
 
 from mglu_ops.nn import GLU, MGLU, NaiveMGLU, SwiMGLU, freeze
 
@@ -116,6 +116,31 @@ def test_replacing_inside_a_compiled_model_recompiles() -> None:
     assert torch.equal(compiled(x), torch.zeros(3, D))
 
 
+def test_modules_that_accelerate_offloads_are_refused() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = nn.Sequential(Gate(), nn.Linear(D, H))
+    accelerate.cpu_offload(model)
+    assert model[0].logits.is_meta
+    with pytest.raises(ValueError, match="model: 0 is offloaded by accelerate"):
+        freeze(model, replace={Gate: mglu_of})
+    assert type(model[0]) is Gate
+
+
+def test_modules_on_meta_are_replaced_without_values() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Gate())
+    quiet_freeze(model, replace={Gate: mglu_of})
+    assert model[0].packed_masks.is_meta
+
+
+def test_an_error_replaces_none() -> None:
+    model = nn.Sequential(Gate(), Gate(17))
+    parts = list(model)
+    with pytest.raises(ValueError, match="n_masks: got 17"):
+        freeze(model, replace={Gate: mglu_of})
+    assert list(model) == parts
+
+
 def test_the_root_of_a_compiled_model_is_not_replaced() -> None:
     compiled = torch.compile(Gate(), backend="eager")
     with pytest.raises(ValueError, match="replace: Gate is compiled already; call freeze first"):
@@ -140,43 +165,24 @@ def test_a_wrong_replacement_is_refused(name: str) -> None:
 
 
 def test_modules_that_look_like_mglu_are_named_with_what_to_do() -> None:
-    model = nn.Sequential(*(Gate() for _ in range(5)), LinearGate())
+    model = nn.Sequential(*(Gate() for _ in range(5)), LinearGate(), MGLU(D, D))
     keys, x = set(model.state_dict()), torch.randn(2, H)
     before = model[0](x)
-    with pytest.warns(UserWarning, match="looks like an MGLU layer") as caught:
+    with pytest.warns(UserWarning, match="look like MGLU layers") as caught:
         assert freeze(model) is model
-    assert [warning.filename for warning in caught] == [__file__, __file__]
-    first, second = (str(warning.message) for warning in caught)
-    assert first.startswith(
-        "freeze: 0, 1, 2 and 2 more: a Gate looks like an MGLU layer (weight [d, h], logits [n, d, h])"
-    )
-    assert "replace={Gate: lambda module: mglu_ops.nn.MGLU.from_parameters(module.weight, module.logits)}" in first
-    assert first.endswith(
-        "masks are not `logits > 0`, pass bool masks as it makes them, such as module.logits.sigmoid() > 0.5"
-    )
-    assert second.startswith("freeze: 5: a LinearGate looks like an MGLU layer (proj.weight [d, h], scores [n, d, h])")
-    assert set(model.state_dict()) == keys
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert "were left as they are: 0, 1, 2 and 3 more, of class Gate, LinearGate;" in str(warning.message)
+    assert "freeze(model, replace={Gate: lambda module: mglu_ops.nn.MGLU.from_parameters(" in str(warning.message)
+    assert set(model.state_dict()) - keys == {"6.packed_masks"}
     assert torch.equal(model[0](x), before)
-    # What the warning advises works.
-    advice = {
-        Gate: mglu_of,
-        LinearGate: lambda module: MGLU.from_parameters(module.proj.weight, module.scores, activation="gelu"),
-    }
+    with pytest.warns(UserWarning, match="were left as they are: 5, of class LinearGate;"):
+        freeze(model, replace={Gate: mglu_of})
+    with pytest.warns(UserWarning, match="were left as they are: the model, of class Gate;"):
+        freeze(Gate(16))  # as many masks as a layer may have
+    replace = {LinearGate: lambda module: MGLU.from_parameters(module.proj.weight, module.scores, activation="gelu")}
     want = model[5](x)
-    assert_matches(quiet_freeze(model, replace=advice)[5](x), want)
-
-
-@pytest.mark.parametrize("change", ["pruned", "parametrized"])
-def test_renamed_parameters_are_recognised(change: str) -> None:
-    gate = Gate(16)  # as many masks as a layer may have
-    for name in ("logits", "weight"):
-        if change == "pruned":
-            prune.identity(gate, name)
-        else:
-            parametrize.register_parametrization(gate, name, nn.Identity())
-    with pytest.warns(UserWarning, match=r"a Gate looks like an MGLU layer \(weight \[d, h\], logits \[n, d, h\]\)"):
-        freeze(gate)
-    assert_matches(quiet_freeze(nn.Sequential(gate), replace={Gate: mglu_of})(X), gate(X))
+    assert_matches(quiet_freeze(model, replace=replace)[5](x), want)
 
 
 def holding(**shapes: tuple[int, ...]) -> nn.Module:

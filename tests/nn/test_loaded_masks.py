@@ -57,7 +57,7 @@ def by_pickle(module: nn.Module, packed: Tensor) -> nn.Module:
 
 
 def by_deepcopy(module: nn.Module, packed: Tensor) -> nn.Module:
-    module(X)  # checks these masks, which must not count as a check of the copy's masks
+    module(X)  # this checks the old masks, which must not count as a check of the copy's masks
     return copy.deepcopy(by_attribute(module, packed))
 
 

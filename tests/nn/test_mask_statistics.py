@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -216,22 +215,6 @@ def test_pruned_and_parametrized_logits_of_own_modules_count_by_their_value_now(
         (names[1], model["negated"].parametrizations.logits.original, -1),
     ):
         assert found[f"{layer}/gate_ratio/0"] == pytest.approx((parameter * mask > 0).float().mean().item())
-
-
-def test_layers_that_are_not_counted_are_named() -> None:
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight, self.logits = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(2, 8, 8))
-
-    model = nn.ModuleDict({"ours": MGLU(8, 8), "own": Gate()})
-    words = r'MaskStatistics: own: a .*Gate looks like .* its masks are not counted; .* mask_logits=\["\*\.logits"\]'
-    with pytest.warns(UserWarning, match=words) as caught:
-        MaskStatistics(model)
-    assert [warning.filename for warning in caught] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert "own.logits/flips/1" in MaskStatistics(model, mask_logits=["*.logits"]).update()
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,6 @@ from mglu_ops.nn import GLU, MGLU, MaskStatistics, NaiveMGLU, SwiMGLU, check_mas
 
 MASKED = [MGLU, NaiveMGLU]
 
-# The model of most tests has a user's own module, whose logits are in the group of weights unless they are named.
-pytestmark = pytest.mark.filterwarnings("ignore:parameter_groups. .*own. a Own looks like an MGLU layer")
-
 
 class Own(nn.Module):
     """A user's own naive layer, with a two-dimensional norm and a two-dimensional bias."""
@@ -210,39 +207,6 @@ def test_pruned_logits_are_recognised(kind: type[nn.Module]) -> None:
     prune_half(layer, "mask_logits")
     prune_half(layer, "weight")
     assert groups_of(layer) == {"weights": {"weight_orig"}, "mask_logits": {"mask_logits_orig"}}
-
-
-@pytest.mark.parametrize("change", ["none", "pruned", "parametrized", "linear"])
-def test_logits_of_own_modules_among_the_weights_are_named(change: str) -> None:
-    """Weight decay would pull these logits to 0, where every small gradient flips a mask bit."""
-    model = nn.ModuleDict({"own": Own(), "again": Own()})
-    for own in model.values():
-        if change == "pruned":
-            prune_half(own, "logits")
-            prune_half(own, "weight")
-        elif change == "parametrized":
-            parametrize.register_parametrization(own, "logits", Doubled())
-            parametrize.register_parametrization(own, "weight", Doubled())
-        elif change == "linear":
-            del own.weight
-            own.proj = nn.Linear(16, 8)
-    own_name = {"pruned": "logits_orig", "parametrized": "parametrizations.logits.original"}.get(change, "logits")
-    with pytest.warns(UserWarning, match="looks like an MGLU layer") as caught:
-        groups_of(model)
-    (warning,) = caught
-    assert warning.filename == __file__
-    assert str(warning.message) == (
-        f"parameter_groups: own, again: a Own looks like an MGLU layer ({'proj.' if change == 'linear' else ''}weight "
-        "[d, h], logits [n, d, h]) but is not a module of mglu_ops, so its logits are among the weights, with their "
-        f'rate and decay; if it is one, name its logits: mask_logits=["*.{own_name}"]'
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # after following the advice, no warning remains
-        found = groups_of(model, mask_logits=[f"*.{own_name}"])
-        assert found["mask_logits"] == {f"own.{own_name}", f"again.{own_name}"}
-        for own in model.values():
-            own.get_parameter(own_name).requires_grad_(False)
-        groups_of(model)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -71,7 +71,7 @@ def test_the_scale_is_the_smallest_power_of_two(amax: float, exponent: int) -> N
 def test_each_value_is_rounded_to_the_nearest(dtype: torch.dtype, size: float) -> None:
     """The oracle searches all fp8 numbers for the nearest one. On a tie, it takes the one whose last bit is 0."""
     x = (size * torch.randn(7, 50) * torch.logspace(-6, 0, 50)).to(dtype)
-    # 448 fixes the scale, and most of the others are ties.
+    # 448 fixes the scale of the first row. Most of the other values of this row are ties.
     x[0, :8] = torch.tensor([448, -0.0, 2**-10, 3 * 2**-10, 17, 19, -21, 432]) * 2.0**-9
     x[0, 8:] = 0
     stored, scale = quantize_activation(x)
@@ -88,7 +88,7 @@ def test_each_value_is_rounded_to_the_nearest(dtype: torch.dtype, size: float) -
 
 @each_dtype
 def test_the_smallest_and_largest_numbers_are_rounded_exactly(dtype: torch.dtype) -> None:
-    """Denormals are rounded exactly. Values that would be rounded past the dtype's largest number become it."""
+    """Rounded denormals are exact in x's dtype. Values rounded past its largest number become this number."""
     info = torch.finfo(dtype)
     tiny = (info.smallest_normal * info.eps * torch.arange(1, 600)).to(dtype)
     for x in (tiny[None], tiny[:3, None], torch.cat((tiny, tiny.new_ones(1)))[None]):

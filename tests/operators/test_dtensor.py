@@ -63,7 +63,7 @@ class Ranks:
 
 def _packing(ranks: Ranks) -> None:
     """Pack and unpack masks. DTensor must not reuse what it cached for a call with another `in_features`."""
-    for in_features in (24, 21, 20):  # a row of packed masks has three bytes for each of them
+    for in_features in (24, 21, 20):  # for all three, a row of packed masks has three bytes
         masks = make_layer(in_features=in_features).masks
         packed = torch.ops.mglu.pack_masks(masks)
         for packed_placement, masks_placement in ((Shard(0), Shard(1)), (Replicate(), Replicate())):

@@ -1,6 +1,6 @@
 """The rule of `mglu_ops.ops` for NaN and infinity in arguments, on all backends that run on a CPU.
 
-tests/triton/triton_interpreted.py checks Triton kernels, and tests/gpu/test_hard_values_gpu.py the GPU's kernels.
+tests/triton/triton_interpreted.py checks Triton kernels, and tests/gpu/test_hard_values_gpu.py checks CUDA kernels.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ def test_composite(data):
 
 @given(st.data())
 def test_sums_with_flipped_signs(data):
-    """Training and GPU kernels compute values as differences of sums. Their errors keep the documented bound."""
+    """Training and GPU kernels compute values as differences of sums. Their errors keep the bound of `mglu_ops.ops`."""
     layer = data.draw(outlier_layers(data.draw(st.sampled_from(DTYPES))))
     result, _ = torch.ops.mglu.forward_train(layer.x, layer.weight, layer.packed_masks, layer.activation)
     assert_loses_no_more_than_naive(result, layer, slack_of_differences(layer))

@@ -1,13 +1,16 @@
-"""What Python and the C++ and CUDA sources share: the parameter structs, and the names and codes of activations."""
+"""What Python and C++ share: structs of parameters, names and codes of activations, and expressions of sizes."""
 
 from __future__ import annotations
 
+import operator
 import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cpu import build
@@ -15,6 +18,7 @@ from mglu_ops.backends.cpu.build import source_directory as cpu_sources
 from mglu_ops.backends.cuda import compiler
 from mglu_ops.backends.cuda.compiler import source_directory as cuda_sources
 from mglu_ops.backends.parameters import MAP_BYTES, Parameters, read_parameters
+from mglu_ops.sizes import Size, ceil_div, greatest, least, round_up, text
 
 _STRUCT = re.compile(
     r"^struct (\w*Params|Forward|Pack|Unpack|FlipSigns|Scale|\w+Gradients)\b[^;]*?{$.*?^};", re.M | re.S
@@ -91,3 +95,41 @@ def test_kernels_have_the_same_codes_which_count_from_zero_without_gaps() -> Non
     on_cpu = re.findall(r"^MGLU_ACTIVATION\((\w+), (\d+),", source, re.MULTILINE)
     assert on_gpu == on_cpu == [(name, str(number)) for number, name in enumerate(ACTIVATIONS)]
     assert [activation.code for activation in ACTIVATIONS.values()] == list(range(len(ACTIVATIONS)))
+
+
+STEPS = {
+    "+": lambda size, number, b: size + number,
+    "r+": lambda size, number, b: number + size,
+    "-": lambda size, number, b: size - number,
+    "r-": lambda size, number, b: number - size,
+    "*": lambda size, number, b: size * number,
+    "r*": lambda size, number, b: number * size,
+    "sum": lambda size, number, b: b + size,
+    "product": lambda size, number, b: size * b,
+    "ceil_div": lambda size, number, b: ceil_div(size, number + 1),
+    "round_up": lambda size, number, b: round_up(size, number + 1),
+    "least": lambda size, number, b: least(size, b),
+    "greatest": lambda size, number, b: greatest(number, size),
+}
+"""Steps of a computation: functions of the size so far, a constant, and another size."""
+
+
+@given(
+    st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    st.lists(st.tuples(st.sampled_from([*STEPS]), st.integers(0, 9)), max_size=6),
+)
+def test_sizes_hold_the_expression_that_gives_their_value(
+    values: tuple[int, int], steps: list[tuple[str, int]]
+) -> None:
+    """Evaluated for other values, the expression gives what plain integers give."""
+
+    def computed(size: int, b: int) -> int:
+        for kind, number in steps:
+            size = STEPS[kind](size, number, b)
+        return size
+
+    size = computed(Size(values[0], "a"), Size(values[1], "b"))
+    assert size == computed(*values)
+    functions = {"floor_div": operator.floordiv, "least": min, "greatest": max}
+    for a, b in (values, (7, 3), (0, 11)):
+        assert eval(text(size), functions, {"a": a, "b": b}) == computed(a, b)

@@ -27,12 +27,12 @@ def forward_train(layer: Layer) -> tuple[Tensor, Tensor]:
 
 
 def flips(layer: Layer) -> Tensor:
-    """F_i in float64: -1 where M_i = 1, and +1 elsewhere."""
+    """F_i of `mglu_ops.ops` in float64: -1 where M_i = 1, and +1 elsewhere."""
     return 1 - 2 * layer.masks.double()
 
 
 def exact_partials(layer: Layer) -> Tensor:
-    """The derivatives of y with respect to t, all f_i and all r_i, by autograd in float64."""
+    """The derivatives of y with respect to t, all f_i and all r_i of `mglu_ops.ops`, by autograd in float64."""
     x, weight, n_masks = layer.x.double(), layer.weight.double(), len(layer.masks)
     t = (x @ weight.T).requires_grad_()
     f = torch.einsum("...h,ndh->...nd", x, weight * flips(layer)).requires_grad_()
@@ -86,7 +86,7 @@ def test_the_inputs_and_the_partials_are_all_that_is_saved(op, weighted):
 
 
 class Sizes(TorchDispatchMode):
-    """Counts the elements of all operators' results, except those of mglu."""
+    """Counts the elements of the results of all operators except mglu's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,8 +144,8 @@ def equations(grad_output: Tensor, layer: Layer, partials: Tensor) -> tuple[Tens
 def magnitudes(grad_output: Tensor, layer: Layer, partials: Tensor) -> list[Tensor]:
     """The gradients if no terms cancelled. Rounding errors are bounded by a multiple of these values.
 
-    A backend may compute the gradient of the logits as a difference of two larger products, which the value for the
-    logits includes.
+    A backend may compute the gradient of the logits as a difference of two larger products, so these products count in
+    the magnitude for the logits.
     """
     same_sign = layer.with_(x=layer.x.abs(), weight=layer.weight.abs(), masks=torch.zeros_like(layer.masks))
     grad_x, grad_weight, grad_logits, grad_mask_weights = equations(grad_output.abs(), same_sign, partials.abs())

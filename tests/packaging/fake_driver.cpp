@@ -1,5 +1,6 @@
-// A CUDA driver that launches nothing and prints what it is asked to launch, to be loaded as libcuda.so.1. Its GPU has
-// compute capability 9.0 and FAKE_SMS multiprocessors. It is also an NVRTC that prints what it is asked to compile.
+// A fake CUDA driver, loaded as libcuda.so.1, which prints launches and runs no kernel. Its GPU has compute capability
+// 9.0 and as many multiprocessors as the environment variable FAKE_SMS says. The same file is a fake NVRTC, which
+// prints what it should compile.
 #include <cstddef>
 #include <cstdio>
 #include <cstdlib>
@@ -40,10 +41,10 @@ int cuCtxGetDevice(int* device) {
 int cuDeviceGetAttribute(int* value, int attribute, int) {
     switch (attribute) {
         case 16: *value = std::atoi(std::getenv("FAKE_SMS")); return 0;
-        case 75: *value = 9; return 0;           // compute capability, major
-        case 76: *value = 0; return 0;           // and minor
+        case 75: *value = 9; return 0;           // major compute capability
+        case 76: *value = 0; return 0;           // minor compute capability
         case 81: *value = 228 * 1024; return 0;  // shared memory of a multiprocessor
-        case 97: *value = 227 * 1024; return 0;  // shared memory that a block may have
+        case 97: *value = 227 * 1024; return 0;  // the most shared memory of a block
         case 111: *value = 1024; return 0;       // shared memory that the driver reserves in a block
         default: return 1;
     }

@@ -1,11 +1,11 @@
-// Runs calls of one layer on the driver that is loaded, for each number of tokens of the command line.
+// Runs a call of one layer on the fake driver for each number of tokens of the command line.
 //
 //   print_launches N_MASKS OUT_FEATURES IN_FEATURES WEIGHT_FORMAT ROUNDS_X DTYPE WEIGHTS_DTYPE EXPERTS TOP_K ID_DTYPE
 //                  TOKENS...
 //
-// A layer with no EXPERTS is an ordinary one, and with no TOP_K its rows are sorted by expert. WEIGHTS_DTYPE is for
-// mask weights, or for the expert weights of mglu::experts_down, which has no masks; -1 for none. Dtypes are torch's
-// numbers.
+// EXPERTS is 0 for a layer without experts, and TOP_K is 0 if rows are sorted by expert. If N_MASKS is 0, the calls are
+// of mglu::experts_down. WEIGHTS_DTYPE is the dtype of the mask weights or expert weights; -1 for none. Dtypes are
+// torch's numbers.
 #include <cstdio>
 #include <cstdlib>
 
@@ -43,7 +43,7 @@ int main(int count, char** arguments) {
     for (int i = 11; i < count; ++i) {
         const std::int64_t tokens = number(i), stored = h / format.packed, shared = top_k > 0 ? top_k : 1;
         const std::int64_t width = (h + 7) / 8;
-        std::int64_t scales = 1;  // of an expert
+        std::int64_t scales = 1;  // the number of scales of an expert
         for (const std::int64_t size : format.scale_sizes(d, h)) scales *= size;
         const std::int64_t x_sizes[] = {tokens, h}, x_strides[] = {h, 1};
         const std::int64_t weight_sizes[] = {experts, d, stored}, weight_strides[] = {d * stored, stored, 1};

@@ -1,4 +1,4 @@
-"""The table of launches, and the kernels, that `build-runtime --arch --package` puts into the library."""
+"""The plans and kernels that `build-runtime --arch --package` puts into libmglu_ops.so."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ pytestmark = [needs_compiler, pytest.mark.long]
 HERE = Path(__file__).parent
 LAYER = LayerInfo(8, 1024, 2048, "float16", "silu", None)
 STORED = {1: "fp8_block", 8: "int4_group"}
-"""Number of masks -> the weight format of the second layer in a package."""
+"""Maps the number of masks to the weight format of the second layer in `layers_with`."""
 
 
 def layers_with(n_masks: int) -> list[LayerInfo]:
-    """A dense layer, a layer with a quantized weight, and a quantized layer that also rounds x."""
+    """Return a layer with a dense weight, one with a quantized weight, and one that rounds x too."""
     dense = replace(LAYER, n_masks=n_masks)
     rounding = replace(dense, weight_format="fp8_block", activation_format="fp8_token")
     return [dense, replace(dense, weight_format=STORED[n_masks]), rounding]
@@ -65,7 +65,7 @@ DOWNS = [DOWN, *(replace(DOWN, dtype="float16", out_features=41, weight_format=n
 
 
 def write_table(folder: Path, layers: list[LayerInfo]) -> str:
-    """Write a package with these layers, compile its kernels for sm_90, and return the table of launches."""
+    """Write a package with these layers, compile its kernels for sm_90, and return the table of plans."""
     write_small_package(folder / "model.pt2", device="cuda", backend="cuda", layers=layers, arch=[9, 0])
     device_code.write(folder, ["sm_90"], [folder / "model.pt2"])
     return (folder / device_code.TABLE).read_text()
@@ -106,9 +106,9 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return folder / "print_launches", layer
 
 
-@cache  # a choice takes milliseconds, and the fixture and a test both make those of 512 numbers of tokens
+@cache  # a choice takes milliseconds, and both the fixture and a test choose for 512 numbers of tokens
 def choose_or_decode(call: Call, gpu: Gpu) -> LaunchChoice:
-    """The usual choice, but 512 tokens or more of a weight in fewer bits read copies of W and x, whatever is faster."""
+    """Choose as usual. For 512 tokens or more and a quantized weight, copy W and x first, even if that is slower."""
     choice = choose(call, gpu)
     if call.tokens < 512 or call.weight.format.is_dense:
         return choice
@@ -128,7 +128,7 @@ SCALARS = {torch.int32: 3, torch.int64: 4, torch.float16: 5, torch.float32: 6, t
 def printed_launches(
     program: Path, layer: LayerInfo, tokens: Iterable[int], sms: int, id_dtype: torch.dtype = torch.int32
 ) -> tuple[list[str], str]:
-    """The output and the errors of the program on a GPU with `sms` SMs."""
+    """Return the lines and the errors that the program prints on a GPU with `sms` SMs."""
     dtype, weights = getattr(torch, layer.dtype), layer.mask_weights_dtype
     arguments = [
         *(layer.n_masks, layer.out_features, layer.in_features, FORMATS[layer.weight_format].code),
@@ -214,7 +214,7 @@ def driver_of_python(monkeypatch: pytest.MonkeyPatch) -> PrintingDriver:
 
 
 def launched(printing: PrintingDriver, plan: Plan, pointers: dict[str, int]) -> list[str]:
-    """The printed lines of a plan."""
+    """Return the lines that `printing` prints for a plan."""
     sequence = load(plan, 0)
     printing.lines = [f"allocate {sequence.workspace_bytes}"] if sequence.workspace_bytes else []
     sequence(0, pointers, WORKSPACE)
@@ -222,7 +222,7 @@ def launched(printing: PrintingDriver, plan: Plan, pointers: dict[str, int]) -> 
 
 
 def call_of(layer: LayerInfo, tokens: int) -> Call:
-    """A call with 64-bit ids or 32-bit offs."""
+    """Describe a call of a layer; with experts, it has 64-bit ids or 32-bit offs."""
     call = layer.call(torch.device("cuda"), tokens)
     if call.routing is None:
         return call
@@ -230,10 +230,10 @@ def call_of(layer: LayerInfo, tokens: int) -> Call:
 
 
 def launches(printing: PrintingDriver, layer: LayerInfo, tokens: int, sms: int) -> list[str]:
-    """The CUDA backend's launches of a call, chosen for a usual GPU and launched on a GPU with `sms` SMs.
+    """Return the CUDA backend's launches of a call on a GPU with `sms` SMs. The launches are chosen for a usual H200.
 
-    A number of tokens for which the table has no choice of its own takes that of the next larger number. More tokens
-    than one launch takes are several launches.
+    If no launch was chosen for a number of tokens, the launch for the next larger number is used. If one launch cannot
+    take all tokens, several do.
     """
     chosen_for = gpu_of_architecture((9, 0))
     gpu, counts, lines = replace(chosen_for, multiprocessors=sms), plans._row_counts(call_of(layer, 1)), []
@@ -270,7 +270,7 @@ def _decoded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cpp_launches_what_python_launches_on_gpus_of_any_size(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver, sms: int
 ) -> None:
-    """The largest number of tokens takes two launches."""
+    """Covers a number of tokens that takes two launches."""
     path, dense = program
     few = range(1, 513) if sms == 132 else (1, 2, 8, 16, 17, 64, 200, 512)
     for layer in layers_with(dense.n_masks):
@@ -282,9 +282,7 @@ def test_cpp_launches_what_python_launches_on_gpus_of_any_size(
 def test_cpp_and_python_compute_the_same_sizes(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver
 ) -> None:
-    """Launches are the same for 200 numbers of rows for which the table has no choice of its own, a layer of each kind
-    in turn.
-    """
+    """Compares 200 launches, of all kinds of layers in turn, for numbers of rows for which no launch was chosen."""
     path, dense = program
     layers = [*layers_with(dense.n_masks), *MIXTURES, *DOWNS]
     generator = torch.Generator().manual_seed(0)
@@ -317,13 +315,13 @@ def test_cpp_launches_the_experts_that_python_launches(
 def test_cpp_launches_the_down_projections_that_python_launches(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver, sms: int
 ) -> None:
-    """Calls with more rows than one launch can sort take several launches."""
+    """Covers calls with more rows than one launch can sort, which take several launches."""
     for layer in DOWNS:
         assert_cpp_launches(program[0], driver_of_python, layer, (1, 2, 9, 40, 300, 512, 700, 5000), sms)
 
 
 def plain_plan(call: Call) -> Plan:
-    """The plan of the plain kernel by which C++ runs calls of layers that the table lacks."""
+    """Return the plan by which C++ runs a call of a layer that the table lacks, with the kernel `plain`."""
     config, gpu = Plain(block_tokens=1 if call.rows_of_x == 1 else 4), gpu_of_architecture((9, 0))
     if call.routing is not None:
         return experts.ExpertLaunch(config, grouped=True).plan(call, gpu)
@@ -353,7 +351,7 @@ def assert_runs_on_plain(
 def test_cpp_runs_a_layer_that_is_not_in_the_table_on_the_plain_kernel(
     program: tuple[Path, LayerInfo], driver_of_python: PrintingDriver
 ) -> None:
-    """The kernels are in the table if a layer differs from one of a package in its shape only."""
+    """The table has the kernels if the layer differs only in shape from a layer of a package."""
     path, layer = program
     for known in layers_with(layer.n_masks):
         missing = replace(known, out_features=2048, in_features=64)

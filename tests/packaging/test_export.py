@@ -40,7 +40,7 @@ long = pytest.mark.long
     ("fixture", "name"), [("packages", "operator"), pytest.param("more_packages", "composite", marks=long)]
 )
 def test_a_package_agrees_with_its_model(request: pytest.FixtureRequest, fixture: str, name: str) -> None:
-    """The package calls the operator, or has the operations of the composite backend instead."""
+    """One package calls the operator. The other contains compiled operations of torch (backend "composite")."""
     loaded, layers = mglu_ops.load(request.getfixturevalue(fixture) / f"{name}.pt2"), model()
     for tokens in (1, 2, 7, 64):
         torch.testing.assert_close(loaded(inputs(tokens)), layers(inputs(tokens)).detach())
@@ -169,7 +169,7 @@ def test_experts_are_refused_by_name_where_they_do_not_run(tmp_path, options, wo
 
 def test_packed_masks_of_experts_are_checked(tmp_path: Path) -> None:
     model = RoutedExperts(in_features=20)
-    model.packed_masks[2] = 255  # also the padding
+    model.packed_masks[2] = 255  # sets the bits of the padding too
     example = torch.randn(1, 20), torch.zeros(1, 2, dtype=torch.int64), torch.rand(1, 2)
     with pytest.raises(ValueError, match=r"model: packed_masks: .*padding"):
         mglu_ops.export(model, example, tmp_path / "model.pt2")
@@ -495,7 +495,7 @@ def test_sizes_that_cannot_vary_are_reported(tmp_path: Path) -> None:
 
 
 def test_a_program_of_one_token_is_refused(tmp_path: Path) -> None:
-    """Otherwise torch would compile code that is right for one token only."""
+    """For such a program, torch would compile code that is right for one token only."""
     import torch.fx.experimental._config as symbolic
 
     with torch.no_grad(), symbolic.patch(backed_size_oblivious=True):

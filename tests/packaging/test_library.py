@@ -60,7 +60,7 @@ def test_header_and_package_have_one_version() -> None:
 
 
 def test_the_checksum_matches_the_library(library: Path) -> None:
-    """The file has the format of `sha256sum`."""
+    """The file with the checksum has the format of `sha256sum`."""
     assert run(["sha256sum", "--check", f"{library.name}.sha256"], folder=library.parent).returncode == 0
 
 
@@ -180,7 +180,7 @@ torch.save([outcome(*call) for call in torch.load(sys.argv[2])], sys.argv[3])
 
 
 def rounding_calls() -> Iterator[Given]:
-    """Right and wrong calls that round x, some with numbers that are hard to round."""
+    """Yield valid and invalid calls that round x, some with numbers that are hard to round."""
     for name in ACTIVATION_FORMATS["fp8_token"]:
         for dtype in (torch.float32, torch.float16, torch.bfloat16):
             layer, _ = stored_layer(name, dtype, 7, 70, 137, n_masks=3, activation_format="fp8_token")
@@ -188,7 +188,7 @@ def rounding_calls() -> Iterator[Given]:
             x[0], x[1, 5], x[2, 7], x[3, 9] = 0, math.nan, -math.inf, info.max
             x[4] = integers * max(info.smallest_normal * info.eps, 2**-136)  # the smallest scale, and ties
             x[5], x[5, 0] = x[5] / 100, 448  # the largest number for a scale of 1
-            x[6] = integers / 16  # ties
+            x[6] = integers / 16  # ties: halfway between two fp8 numbers
             yield layer
             yield layer._replace(weight_scale=layer.weight_scale * 2.0**100)  # so that results of x[4] are not 0
             yield layer._replace(x=x.repeat(1, 2)[:, 1:138])
@@ -202,7 +202,7 @@ def rounding_calls() -> Iterator[Given]:
 
 
 def stored_calls() -> Iterator[Given]:
-    """Right and wrong calls with a weight of each format."""
+    """Yield valid and invalid calls with a weight of each format."""
     for name, chosen in FORMATS.items():
         for dtype in (torch.float32,) if chosen.is_dense else (torch.float32, torch.float16, torch.bfloat16):
             for sizes in ((5, 130, 264), (1, 3, 0)):
@@ -223,7 +223,7 @@ def stored_calls() -> Iterator[Given]:
 
 
 def outcome(name: str, arguments: Sequence[Any]) -> Tensor | str:
-    """The result of a call, or the text of its error with dtype names as C++ writes them."""
+    """Return the result of a call, or the text of its error with dtype names as C++ writes them."""
     try:
         return getattr(torch.ops.mglu, name)(*arguments)
     except (TypeError, ValueError) as error:
@@ -237,7 +237,7 @@ def expert_call(given: Given) -> Call:
 
 
 def expert_calls() -> Iterator[Call]:
-    """Valid calls of the operators over experts, with few and with many rows per expert."""
+    """Yield valid calls of the operators over experts, with few and with many rows per expert."""
     dtypes = torch.float32, torch.float16, torch.bfloat16
     for number, (name, dtype) in enumerate(itertools.product(FORMATS, dtypes)):
         formats = [one for one, stored in ACTIVATION_FORMATS.items() if name in stored]
@@ -258,13 +258,13 @@ def expert_calls() -> Iterator[Call]:
 
 
 def transposed(tensor: Tensor | None) -> Tensor:
-    """A copy whose last two dimensions are swapped in memory."""
+    """Return a copy whose last two dimensions are swapped in memory."""
     assert tensor is not None
     return tensor.mT.contiguous().mT
 
 
 def other_expert_calls() -> Iterator[Call]:
-    """Valid calls with tensors in all memory layouts, and invalid calls."""
+    """Yield valid calls over experts with tensors in other memory layouts, and invalid calls."""
     layer = make_experts(weighted=True)
     given, (grouped, _), down = layer.given, sorted_rows(layer), make_down(layer)
     x, y, ids, offs, factors = given.x, down.y, given.routing, grouped.routing, down.expert_weights
@@ -309,7 +309,7 @@ def other_expert_calls() -> Iterator[Call]:
 
 
 def test_calls_give_the_bits_and_the_errors_of_python(library: Path, tmp_path: Path) -> None:
-    """One test for all calls, because starting a process takes longer than the calls."""
+    """A single process runs all calls, because starting a process takes longer than the calls."""
     layers = [("forward", tuple(call[:8])) for call in (*stored_calls(), *rounding_calls())]
     calls = [*layers, *expert_calls(), *other_expert_calls()]
     torch.save(calls, tmp_path / "calls.pt")

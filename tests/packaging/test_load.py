@@ -1,4 +1,4 @@
-"""`load` refuses packages for another environment, and other files."""
+"""`load` refuses packages for another environment, wrong arguments, and missing or damaged files."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_strides_with_gaps_or_overlaps_have_no_order() -> None:
 
 
 class Several(nn.Module):
-    """A model with related sizes: z has the rows of x and y together, and x has an even number of rows.
+    """A model with related sizes: z has as many rows as x and y together, and x has an even number of rows.
 
     It also takes constants. In the example, z has gaps in memory.
     """
@@ -321,7 +321,7 @@ def test_sizes_for_which_the_code_would_end_the_process_are_refused(function, co
 
 
 def test_a_size_of_the_code_that_cannot_be_checked_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor wraps the error in its own, and `export` must unwrap it."""
+    """Inductor wraps the error in an error of its own, which `export` must unwrap."""
 
     def refuse(graph: object, program: object, inputs: object) -> list[str]:
         raise PackageError("model: it is right for s77 // 2.5 >= 1 alone")
@@ -436,9 +436,9 @@ print("hangs" if any(thread.is_alive() for thread in threads) else "wrong" if wr
 
 @long
 def test_threads_may_share_a_package(packages: Path) -> None:
-    """Without a lock, there would be a deadlock: a thread waits for torch's only model instance and holds the GIL.
+    """Without a lock, a thread would wait for torch's only model instance while holding the GIL, which is a deadlock.
 
-    The lock must be released if a call fails.
+    The lock must also be released if a call fails.
     """
     assert python("-c", FOUR_THREADS, packages / "operator.pt2", timeout=120) == "fine\n"
 

@@ -69,7 +69,7 @@ def test_whole_files_are_accepted(check: Check, bare: Path, weights: Path) -> No
 
 
 def damaged(whole: bytes) -> Iterator[bytes]:
-    """Copies of a file: with each byte changed, with each shorter length, and with bytes before or after."""
+    """Yield copies of a file: one for each changed byte, one for each shorter length, and three with more bytes."""
     for at in range(len(whole)):
         changed = bytearray(whole)
         changed[at] ^= 1 << at % 8

@@ -94,7 +94,7 @@ def test_wheel_is_pure_and_holds_every_module_and_the_device_code(wheel: Path) -
 
 @pytest.mark.long
 def test_layers_run_and_are_exported_with_nothing_but_torch(site: Path, tmp_path: Path) -> None:
-    """This also works without NumPy, which torch does not require."""
+    """NumPy is missing too, because torch does not require it."""
     run_isolated(
         f"""
         import importlib.util
@@ -124,7 +124,7 @@ def test_layers_run_and_are_exported_with_nothing_but_torch(site: Path, tmp_path
 
 
 def test_an_import_and_a_call_are_light(site: Path) -> None:
-    """The two take less than 0.2 s beyond `import torch`, and import no Inductor, DTensor or GPU package."""
+    """The import takes less than 0.2 s after `import torch`, and both load no Inductor, DTensor or GPU package."""
     code = """
         import time
         start = time.perf_counter()

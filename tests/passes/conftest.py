@@ -35,7 +35,7 @@ def _fake_tensors_in_the_main_thread() -> None:
 
 @pytest.fixture
 def without_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make Inductor interpret each graph after the passes before autograd, without generating code."""
+    """Make Inductor interpret each graph instead of generating code. Passes on the graph before autograd still run."""
     monkeypatch.setattr(compile_fx, "compile_fx", partial(compile_fx.compile_fx, inner_compile=interpreted))
 
 

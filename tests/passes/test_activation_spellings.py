@@ -42,7 +42,7 @@ def test_a_symbolic_float_is_named() -> None:
     assert "whose value is unknown when compiling" in reason
 
 
-# Functions with the values of relu, each after its gradient at 0.
+# Functions with the values of relu, as `(gradient at 0, function)`.
 KINKS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "clamp": ("1", lambda g: g.clamp(min=0)),
     "clamp of a position": ("1", lambda g: g.clamp(0)),

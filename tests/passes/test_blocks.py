@@ -39,7 +39,7 @@ def test_every_part_occurs() -> None:
 
 @pytest.mark.parametrize("region", ["checkpoint", "inference_mode", "autocast to bfloat16", "no_grad"])
 def test_layers_in_regions_are_fused(region: str) -> None:
-    """For each region, there is a random block in which the region contains a whole dense layer and is fused."""
+    """For each region, there is a random block whose region contains a whole dense layer, and this layer is fused."""
     blocks = (block_program(seed) for seed in range(1000))
     regions = (block for block in blocks if {f"region: {region}", "extent: whole", "layer: dense"} <= {*block.parts})
     assert any(through_the_pass(block) == "fused" for block in regions)

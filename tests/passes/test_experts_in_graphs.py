@@ -26,7 +26,10 @@ from compile_passes.exported import fuse_exported
 
 SAME = 10 * BUDGET[torch.float64]
 E, T, D, H, MASKS = 4, 8, 8, 8, 2
-"""Numbers of experts, tokens, output features, input features and masks. D equals H, so no shape shows a transpose."""
+"""Numbers of experts, tokens, output features, input features and masks.
+
+D equals H, so that the shape of a weight does not tell if it is transposed.
+"""
 
 TRAINED, FIXED = ("x", "w", "l"), ()
 

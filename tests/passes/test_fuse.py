@@ -172,7 +172,7 @@ def test_fuse_in_a_backend_with_parameters_in_the_graph(inputs: Callable[..., An
 
 
 def test_fuse_in_a_backend_with_a_data_dependent_size() -> None:
-    """The symbol of the size has no value. If `fuse` runs the graph, it makes another symbol, which it must drop."""
+    """The symbolic size has no example value. If `fuse` runs the graph again, a second symbol arises and is dropped."""
 
     class Selected(nn.Module):
         def __init__(self) -> None:

@@ -67,7 +67,7 @@ GRAPHS: dict[str, tuple[str, ...]] = {
         EXPERTS.format("gated(x, e[i], ste(l)[0])"),
     ),
     "forward forward forward": (EXPERTS.format("gated(x, e[i], (l > 0)[i], ~(l > 0)[i])"),),
-    # Each layer reads the result of the one before. The last one also computes its mask from that result.
+    # Each layer reads the result of the layer before. The last layer also computes its mask from this result.
     "forward_ste forward_ste forward": (
         "y = gated(x, w, ste(l[0])); y = gated(y, w, ste(l[1])); m = (y.t() @ y) > 0; gated(y, w, m, ~m)",
     ),

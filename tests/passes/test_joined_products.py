@@ -117,7 +117,7 @@ def test_all_masks_in_one_product(source: str, kind: str, mode: str) -> None:
 
 
 def each(w: Tensor, f: Tensor) -> Tensor:
-    """A stack of the weight times each mask of f."""
+    """The products of the weight and each mask of f, stacked."""
     return torch.stack([w * mask for mask in f])
 
 

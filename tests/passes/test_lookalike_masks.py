@@ -13,8 +13,8 @@ from lookalikes import ALL, D, H, Layer, check
 from spellings import gated, straight_through
 from torch import Tensor
 
-# The dtype of the mask m (the factor of the gate), and the factor of the value. Torch rounds numbers to the dtype of
-# their tensor, so some of these functions are the complement in some dtypes only.
+# The dtype of the mask m (the factor of the gate), and the factor of the value as a function of m. Torch rounds numbers
+# to the dtype of their tensor, so some of these functions are the complement in some dtypes only.
 CONSTANTS: dict[str, tuple[torch.dtype, Callable[[Tensor], Tensor]]] = {
     "m < full_like(0.5) of int64": (torch.int64, lambda m: m < torch.full_like(m, 0.5)),
     "m < full_like(0.5) cast": (torch.int64, lambda m: m < torch.full_like(m, 0.5, dtype=torch.float32)),

@@ -37,7 +37,7 @@ def mglu(x: Tensor, weight: Tensor, logits: Tensor, make: Callable[[Tensor], Ten
 
 @pytest.mark.parametrize(("name", "training"), family(MASKS, [True, False]))
 def test_a_nan_logit_is_a_0_of_the_mask(name: str, training: bool) -> None:
-    """A NaN logit gives a mask of 0 in training and in inference. An infinite logit also gives a finite result."""
+    """A NaN logit gives a mask of 0 in training and in inference. With infinite logits, results are finite too."""
     make, is_said = MASKS[name]
     if name == "autograd.Function" and not training:
         is_said = False  # the graph contains only the forward of the function, a comparison

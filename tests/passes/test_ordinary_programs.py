@@ -66,7 +66,7 @@ class Watched(Both):
 
 
 def check(program: Program) -> str:
-    """The verdict on a program: skipped, if autograd or Dynamo rejects it, or if a size depends on data."""
+    """The outcome of a program: refused, silent or skipped (if it cannot be compared with eager). Fusing it fails."""
     try:
         wanted = outcomes(program, program.function())
     except Exception:
@@ -192,7 +192,7 @@ ROUNDS = 3
 
 
 class _InlineTracer(Tracer):
-    """Traces into modules of torch.nn and makes buffers nodes, so that the graph has the same calls as Dynamo's."""
+    """Traces into modules of torch.nn and gives each buffer a node, so the graph has the same calls as Dynamo's."""
 
     proxy_buffer_attributes = True
 

@@ -149,7 +149,7 @@ def test_a_failure_is_seen(changed: Callable[[Any], Any], message: str, monkeypa
 
 
 def test_shared_memory_is_seen() -> None:
-    """`outcomes` tells if a result is another result, or shares memory with another result or an input."""
+    """`outcomes` tells if a result is the same tensor as another result, or shares memory with it or with an input."""
 
     def layout(*results: str) -> dict[str, Any]:
         program = replace(PLAIN, statements=(*PLAIN.statements, "w = W * 1"), extra=results, trained=())

@@ -193,7 +193,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Layers that are refused only in training, keyed by a part of the reason. In inference only the results are compared.
+# Layers that are refused only in training, keyed by a part of the reason. In inference they may be fused, and the test
+# only compares their results with eager's.
 REFUSED_IN_TRAINING: dict[str, tuple[str, ...]] = {
     "does not pass straight through": (
         "m = ste(l[0]); gated(x, w, m, m == 0)",
@@ -356,7 +357,7 @@ def test_layer_is_accepted(source: str, mode: str) -> None:
 
 @pytest.mark.parametrize("numbers", [(1e-9, 1e-3), (1e5, 2e5)])
 def test_numbers_that_the_dtype_of_the_layer_cannot_hold(numbers: tuple[float, float]) -> None:
-    """Each term is fused alone, because as mask weights in float16 the numbers would be 0 or infinite.
+    """The numbers cannot become mask weights, which would be 0 or infinite in float16, so each term is fused alone.
 
     Eager multiplies by the numbers in float32.
     """

@@ -47,7 +47,7 @@ def masks_of(bits: Any, *indices: int | None, complement: bool = False, **more: 
 
 
 def trained(node: Any, *indices: int, logits: Any = None, complement: bool = False) -> Any:
-    """Masks of a layer: the slices at `indices` of the stack `node` of straight-through masks."""
+    """Straight-through masks of a layer: the slices at `indices` of the stack that `node` holds."""
     return [
         (Mask(node, (node, i), "straight-through", Carrier(node, (node, i), logits, i), i), complement) for i in indices
     ]

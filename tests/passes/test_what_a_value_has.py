@@ -1,6 +1,6 @@
 """Programs that depend on properties of a value besides its elements: strides, exact dtype, and position in the graph.
 
-Each must have eager's results, strides, shared memory and gradients, and leave its inputs as eager does.
+Each program must have eager's results, strides, shared memory and gradients, and leave its inputs as eager does.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def program(source: str, *, training: bool = False, dtype: torch.dtype = torch.f
 
 
 MASKED = "a, b = W * M, W * ~M"
-# The strides of a layer's result decide if `flatten` gives a view or a copy, and so if the write to it changes y.
+# The strides of a layer's result y decide if z is a view or a copy of y, and so if the write to z changes y.
 STRIDES = (
     f"{MASKED}; {LAYER}; y = y + x.t(); z = y.flatten(); z.mul_(2); y, z",
     f"{MASKED}; {LAYER}; y = x.t() + y; z = y.flatten(); z.mul_(2); y, z",
@@ -290,7 +290,7 @@ def test_rounding_errors_in_a_function_of_autograd() -> None:
 
 
 def test_a_chain_of_unknown_calls_takes_linear_time() -> None:
-    """The pass finds the positions at which storages were joined without visiting all storages."""
+    """To find where storages were joined, the pass need not visit all storages."""
     from benchmarks.compile_time import captured, time_of_pass, unknown_calls
 
     times = []

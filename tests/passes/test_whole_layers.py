@@ -78,7 +78,7 @@ class Layer(nn.Module):
 
 @pytest.mark.parametrize("name", sample(LAYERS, every=25))
 def test_exported_layer(name: str) -> None:
-    """`fuse` also finds the layers in exported graphs, which consist of ATen operators, with grad mode on and off."""
+    """With grad mode on and off, `fuse` also finds the layers in exported graphs, which consist of ATen operators."""
     operator, activation, function = LAYERS[name]
     named = tensors(2)
     layer = Layer(function, named["weight"], named["logits"])

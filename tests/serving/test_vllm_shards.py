@@ -88,7 +88,7 @@ def test_the_shards_of_a_quantized_down_projection_are_its_columns(weight_format
 
 @pytest.mark.parametrize("by_experts", [False, True])
 def test_ranks_add_up_to_the_whole_mixture(by_experts: bool) -> None:
-    """Each rank computes some rows of every expert, or all rows of some experts. It numbers its experts from 0."""
+    """Each rank computes some rows of every expert, or all rows of some experts, which it numbers from 0."""
     torch.manual_seed(0)
     experts, ranks = 4, 2
     block = MGLUExpertsFeedForward(experts, COLUMNS, ROWS, 2, n_masks=N_MASKS).double()

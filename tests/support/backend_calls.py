@@ -1,4 +1,4 @@
-"""Calls a backend by its name, past the dispatcher."""
+"""Calls a backend by its name, without the dispatcher."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ REGIONS: dict[str, Lines] = {
     "autocast in checkpoint": (CHECKPOINT, "with torch.autocast('cpu', torch.bfloat16):"),
     "checkpoint in no_grad": ("with torch.no_grad():", CHECKPOINT),
 }
-"""Statements that enclose lines of a layer. `CHECKPOINT` makes the lines the body of a function for `checkpoint`."""
+"""Statements that enclose lines of a layer. With `CHECKPOINT`, the lines become a function that `checkpoint` calls."""
 
 # --- Inputs and weights ----------------------------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ TRICKY_MASKS: dict[str, Spelling] = {
     "division by zero": _bool("k{i} = m{i}.long(); m{i} = 7 % (k{i} + 1)", "n{i} = 7 // (k{i} + 7) - k{i}", *_INT),
     "other": _bool("n{i} = m{i}.flip(0)", "n{i} = ~n{i}"),
 }
-"""Masks that a careless pass takes for binary or for a pair of complements. Some of them are binary or a pair."""
+"""Masks that a careless pass takes for binary, or for a mask and its complement. For some of them, that is right."""
 
 PRODUCTS: dict[str, Lines] = right.PRODUCTS | {
     "W * m.to(W.dtype)": ("{a}d = {m}.to(W.dtype)", "{a} = W * {a}d"),
@@ -249,7 +249,7 @@ VALUES: dict[str, Lines] = {
     ),
 }
 
-# Whole layers whose masks are one stack `L` of logits `[3, d, h]`: the einsum, and the lines that follow it.
+# Whole layers whose masks are one stack `L` of logits `[3, d, h]`: the product, and the lines after it.
 _STACKED: dict[str, tuple[str, str]] = {
     "masks first": ("torch.einsum('...h,ndh->n...d', x, {a})", "Y = F.silu(g) * v; y = Y.sum(0)"),
     "masks last": ("torch.einsum('...h,ndh->...dn', x, {a})", "Y = F.silu(g) * v; y = Y.sum(-1)"),

@@ -67,7 +67,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> K
 @functools.cache
 def emulated_library() -> library.Library:
     """The CPU library built with emulated intrinsics, so that every x86-64 machine can run all instruction sets."""
-    version = hashlib.sha256(EMULATION.read_bytes()).hexdigest()[:16]  # the options are part of the cache's key
+    version = hashlib.sha256(EMULATION.read_bytes()).hexdigest()[:16]  # part of the options, and so of the cache's key
     options = (f'-DMGLU_EMULATE_AVX512="{EMULATION.name}"', f"-DMGLU_EMULATION={version}", f"-I{EMULATION.parent}")
     compile_files = build._run
 

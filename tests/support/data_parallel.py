@@ -79,7 +79,7 @@ def check_data_parallel(
 
 
 def check_mixed_precision(rank: int, device: str, wrapper: str) -> None:
-    """Mixed precision casts a linear layer, but not quantized weights. The quantized weights have an odd row count."""
+    """Mixed precision casts a linear layer, but not quantized weights, even one with an odd number of rows."""
     low = torch.bfloat16
     # FSDP of torch 2.11 first sets requires_grad on every parameter, which fails for integers.
     takes_integers = wrapper == "DDP" or torch.__version__ >= (2, 13)

@@ -280,7 +280,7 @@ CHECKS |= {"compiled": check_compiled}
 CHECKS |= {"trained_step": check_trained_step}
 WITHOUT_FLOAT64 = ["results", "sequence_parts", "router_logits", "quantized", "trained_step"]
 WITHOUT_TRAINING = ["placements", "bad_input", "materialized"]
-"""Checks without gradients, which a GPU does not compute in float64."""
+"""Checks that need no gradients: on a GPU, gradients of experts are not available in float64."""
 
 
 def run_checks(rank: int, device: str, dtype: torch.dtype, names: Sequence[str], width: int = WIDTH) -> None:

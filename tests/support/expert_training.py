@@ -1,4 +1,4 @@
-"""Layers of experts with learned masks whose rows are sorted by expert, and their training step in plain torch."""
+"""Layers of experts with learned masks, for rows of x that are sorted by expert, and a training step in plain torch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class ExpertLayer:
     def step(
         self, forward: Callable[..., Any], backward: Callable[..., Any], needs: Sequence[bool] = (True,) * 4
     ) -> dict[str, Tensor]:
-        """The result `y` and the needed gradients of `NAMES`. Other gradients must be empty. No two share memory."""
+        """The result `y` and the needed gradients of `NAMES`. Other gradients must be empty, and none share memory."""
         operands = self.x, self.weight, self.packed_masks, self.offs
         needed = [*needs[:3], needs[3] and self.mask_weights is not None]
         dtypes = [tensor.dtype if tensor is not None else None for tensor in (self.logits, self.mask_weights)]

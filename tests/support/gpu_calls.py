@@ -1,4 +1,4 @@
-"""Checks of calls on a GPU: they must not synchronize, and must wait for kernels that still write their inputs."""
+"""Checks that calls do not make the host wait for the GPU, and that kernels wait for those that write their inputs."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def rewrite(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor
 
 
 def loaded_from_disk(folder: Path, **options: Any) -> Any:
-    """Load a model whose last layer accelerate reads from disk at each call."""
+    """Load a model so that accelerate reads its last layer from disk at each call."""
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
     places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     options = {"device_map": places, "offload_folder": folder / "offload", **options}

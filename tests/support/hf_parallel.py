@@ -18,7 +18,7 @@ from transformers.distributed import DistributedConfig
 import mglu_ops
 import mglu_ops.transformers as mt
 
-SIZES: dict[str, Any] = {"vocab_size": 98, "mask_top_k": 1, "initializer_range": 0.2}  # 98: a multiple of two ranks
+SIZES: dict[str, Any] = {"vocab_size": 98, "mask_top_k": 1, "initializer_range": 0.2}  # 98 is divisible by 2 ranks
 MIXTURE: dict[str, Any] = {**SIZES, "n_masks": 3, "mask_top_k": 2}  # with top_k 1, the masks' router has no gradient
 
 

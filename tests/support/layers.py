@@ -186,7 +186,7 @@ def terms(x: Tensor, weight: Tensor, logits: Tensor) -> list[Tensor]:
 
 # --- All layers ------------------------------------------------------------------------------------------------------
 
-# Layers of x, w and logits l. In training, layers in `TRAINED` become `forward_ste`, and layers in `FIXED` `forward`.
+# Layers of x, w and logits l. In training, `TRAINED` layers become `forward_ste`, and `FIXED` layers become `forward`.
 TRAINED = (
     "sum(gated(x, w, m) for m in Sign.apply(l))",
     "sum(gated(x, w, m) for m in ste(l).unbind(0))",

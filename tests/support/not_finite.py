@@ -13,8 +13,8 @@ def assert_right_or_not_finite(
 ) -> None:
     """Check y `[tokens, out_features]` of a layer with bool masks `[n_masks, out_features, in_features]`.
 
-    An element must be NaN if its row of x, of W or of the mask weights has a NaN. Other finite elements must equal the
-    formula. In the formula, gates and values skip the weights that their mask excludes.
+    An element must be NaN if its row of x, of W or of the mask weights has a NaN. Finite elements must be close to the
+    formula, in which gates and values skip the weights that their mask excludes.
     """
     act = ACTIVATIONS[activation].forward
     products = x.double()[:, None, :] * weight.double()  # [tokens, out_features, in_features]

@@ -81,7 +81,7 @@ def places(perturbation: Perturbation, program: Program, scopes: Scopes) -> list
 
 
 def _later_uses(program: Program, variable: str, position: int) -> Iterator[int]:
-    """The positions of later statements that read the value of the variable that the statement at `position` reads."""
+    """The positions of later statements that read the same value of the variable as the statement at `position`."""
     if position == len(program.statements) or variable not in reads(program.statements[position]):
         return
     for later in range(position + 1, len(program.statements)):

@@ -282,7 +282,10 @@ def attempt(program: SourceProgram, function: Callable[..., Any]) -> dict[str, A
 
 
 def through_the_pass(program: SourceProgram) -> str:
-    """The verdict on a program (`judged`). It is skipped if eager raises an error or a tensor has no finite element."""
+    """The verdict on a program (`judged`).
+
+    The program is skipped if eager raises an error, or if a tensor has no finite element.
+    """
     try:
         wanted = outcomes(program, program.function())
     except Exception:

@@ -1,4 +1,4 @@
-"""Checks of layers of experts with `tokens="sharded"`, whose ranks send tokens to the ranks of their experts.
+"""Checks of experts with `tokens="sharded"`: each rank sends its tokens to the ranks that hold the tokens' experts.
 
 The ranks together must compute and learn what one process does with all tokens.
 """
@@ -30,7 +30,8 @@ def exchanging(setting: ExpertSetting, model: nn.Sequential, src_data_rank: int 
 def gradients_of_all(setting: ExpertSetting, model: nn.Sequential, x: Tensor) -> dict[str, Tensor]:
     """The gradients of the sum of all ranks' losses.
 
-    The layer averages the gradients of experts over the ranks. The user must reduce the gradients of routers.
+    The layer averages the gradients of experts over the ranks, so they are multiplied by the number of ranks. It leaves
+    the gradients of routers to the user, so they are summed here.
     """
     found, ranks = gradients(model, model, x), setting.mesh.size()
     for name, parameter in model.named_parameters():

@@ -67,7 +67,7 @@ def exact_partials(products: Tensor, activation: str, mask_weights: Tensor | Non
 class Steps:
     """Checks the kernels of a training step on one device, with matrices of several shapes.
 
-    Operands are contiguous, or have rows with padding (of whole vectors or less), or start at unaligned addresses.
+    Operands are contiguous, or have padding of 8 or fewer elements between rows, or start unaligned.
     """
 
     device: str

@@ -1,7 +1,7 @@
 """The Triton backend without a GPU: its kernels are interpreted on CPU tensors, and compiled for GPUs.
 
-At import, Triton reads TRITON_INTERPRET, which tells it to interpret kernels, and tracing registers operators. So the
-tests of kernels and of tracing run in new processes.
+The tests of interpreted kernels and of tracing run in new processes: Triton reads TRITON_INTERPRET only when it is
+imported, and tracing registers operators for the rest of the process.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def test_products_of_experts_fit_every_gpu(function: str, dtype: torch.dtype, tf
 @pytest.mark.parametrize("weight_format", quick_only_for(["dense"], ["dense", "fp8_row", "int8_row"]))
 @pytest.mark.parametrize("n_masks", quick_only_for([4], [2, 4, 8, 16]))
 def test_weights_are_decoded_and_flipped_in_registers(n_masks: int, weight_format: str) -> None:
-    """The speed of the matmul kernel depends on the use of registers. A new version of Triton could change that."""
+    """The matmul kernel is fast only if weights stay in registers, which a new version of Triton could change."""
     from triton_compiled import compile_kernel, loop_of
 
     for tokens in (8, 16):

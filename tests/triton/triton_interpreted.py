@@ -142,7 +142,7 @@ def test_strides_and_offsets(layout: Layout, tokens: int) -> None:
 
 @pytest.mark.parametrize("fill", [False, True])
 def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
-    """The gate of masks of zeros and the value of masks of ones are exactly 0, without rounding errors."""
+    """A gate whose masks are all 0, and a value whose masks are all 1, are exactly 0, without rounding errors."""
     packed = pack(torch.full((2, 3, 72), fill))
     x, weight = torch.randn(1, 72).half(), torch.randn(3, 72).half()
     assert torch.equal(run_on("triton", x, weight, packed, "identity", None), torch.zeros(1, 3).half())

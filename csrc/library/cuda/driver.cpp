@@ -10,7 +10,7 @@ namespace mglu::cuda {
 
 namespace {
 
-// CUlaunchAttribute, CUlaunchConfig and enumerators of cuda.h, copied so that the library builds without cuda.h. They
+// Copies of CUlaunchAttribute, CUlaunchConfig and some enumerators, so that libmglu_ops.so builds without cuda.h. They
 // are part of the driver's binary interface and do not change.
 struct LaunchAttribute {
     int id;
@@ -47,7 +47,7 @@ class Library {
     }
 
   private:
-    void* handle_ = nullptr;  // never closed, because static tables point to its functions
+    void* handle_ = nullptr;  // never closed, because the static Driver and Nvrtc point to its functions
 };
 
 struct Driver {
@@ -114,7 +114,7 @@ const DeviceFacts& current_device() {
     int device = 0;
     cuda.check(cuda.current_device(&device), "the current device");
     static std::mutex mutex;
-    static auto* known = new std::map<int, DeviceFacts>;  // its entries do not move
+    static auto* known = new std::map<int, DeviceFacts>;  // std::map, since its entries never move
     const std::lock_guard lock(mutex);
     const auto found = known->find(device);
     if (found != known->end()) return found->second;

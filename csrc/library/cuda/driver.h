@@ -1,5 +1,5 @@
-// The CUDA driver and NVRTC. Both are opened at their first call, so that the library can be built and loaded on
-// machines without CUDA.
+// Calls the CUDA driver and NVRTC. Both are opened when they are first called, so that libmglu_ops.so can be built and
+// loaded on machines without CUDA.
 #pragma once
 
 #include <cstddef>
@@ -16,11 +16,11 @@ struct DeviceFacts {
     int arch;    // 90 for compute capability 9.0
     int sms;
     int shared_bytes_per_sm;
-    int max_shared_bytes_per_block;       // dynamic shared memory
+    int max_shared_bytes_per_block;       // the most dynamic shared memory of a block
     int reserved_shared_bytes_per_block;  // reserved by the driver
 };
 
-// The device of the current context. The driver is asked once per process and device.
+// Returns the device of the current context, whose properties are read once per process.
 const DeviceFacts& current_device();
 
 // Loads a kernel into the current context.
@@ -31,7 +31,7 @@ void allow_shared(Function function, unsigned shared_bytes, const char* kernel);
 
 struct Geometry {
     unsigned grid_x, grid_y, threads, shared_bytes;
-    bool overlap;  // programmatic dependent launch: may start while the kernel before it in the stream still runs
+    bool overlap;  // programmatic dependent launch: may start while the previous kernel of the stream still runs
 };
 
 // A row-major matrix and the box in which TMA copies it (mglu_ops/backends/cuda/tensor_map.py). Sizes count elements,
@@ -41,12 +41,12 @@ struct Matrix {
     std::uint64_t width, height;
     std::uint64_t pitch;  // bytes from one row to the next
     std::uint32_t box_width, box_height;
-    bool swizzle;  // swizzles the box in shared memory by the 128, 64 or 32 bytes of its rows
+    bool swizzle;  // permutes 16-byte vectors in shared memory, by the driver's mode for rows of 128, 64 or 32 bytes
 };
 
 TensorMap encode(const Matrix& matrix, const void* pointer);
 
-// `parameters` points to the kernel's first struct. `items` points to the ItemParams of a kernel of experts, else null.
+// `parameters` points to the kernel's first struct. `items` points to the ItemParams of kernels for experts; else null.
 void launch(Function function, const Geometry& geometry, void* stream, void* parameters, void* items = nullptr);
 
 struct Source {

@@ -12,7 +12,7 @@ namespace mglu::cuda {
 
 namespace {
 
-// The code of an element type in csrc/cuda/element.cuh.
+// Returns the code of a dtype in csrc/cuda/element.cuh.
 int element(const char* argument, Scalar dtype) {
     switch (dtype) {
         case Scalar::float16: return 0;
@@ -50,7 +50,7 @@ Layer layer_of(const LayerCall& call, const DeviceFacts& device) {
                          call.packed_masks.is_aligned()};
 }
 
-// The values of `rows` rows of a call.
+// Returns the values with which plans compute `rows` rows of a call.
 Values values_of(const LayerCall& call, const Layer& layer, std::int64_t rows, const DeviceFacts& device) {
     const std::int64_t item = item_bytes(call.x.dtype), column_stride = call.x.last_stride();
     const bool x_is_vectorizable =
@@ -92,7 +92,7 @@ const void* address(const std::optional<Tensor>& tensor, std::int64_t offset = 0
     return tensor ? address(*tensor, offset) : nullptr;
 }
 
-// The addresses of a call from row `first` on.
+// Returns the addresses of a call's tensors, from row `first` of x and of the result on.
 Addresses addresses_of(const LayerCall& call, void* out, std::int64_t first = 0) {
     return {{"x", address(call.x, first * call.x_row_stride)},
             {"weight", call.weight.data},
@@ -102,7 +102,7 @@ Addresses addresses_of(const LayerCall& call, void* out, std::int64_t first = 0)
             {"out", static_cast<char*>(out) + first * call.out_features * item_bytes(call.x.dtype)}};
 }
 
-// Warns, once per process, that a call runs on a slow kernel.
+// Warns, once per process, that a call runs on a kernel that is not tuned for its layer.
 void say_that_the_kernel_is_slow(const LayerCall& call) {
     static std::once_flag said;
     std::call_once(said, [&] {
@@ -114,7 +114,7 @@ void say_that_the_kernel_is_slow(const LayerCall& call) {
     });
 }
 
-// Runs the plan of a call. `layer_call` describes the layer in the warning of a slow kernel.
+// Runs the plan of a call. Errors and warnings name the weight of `layer_call`.
 void run_call(const LayerCall& layer_call, const Layer& layer, const Values& values, Addresses addresses,
               const DeviceFacts& device, const Executor& executor) {
     const Plan* plan = find_plan(layer, values, device);

@@ -1,4 +1,4 @@
-// Chooses and launches kernels of csrc/cuda.
+// Runs calls on a GPU, by plans whose kernels are in csrc/cuda.
 #pragma once
 
 #include "../executor.h"

@@ -16,12 +16,12 @@
     asm(".section .rodata\n.balign 64\n" #symbol ":\n.incbin \"" file "\"\n.byte 0\n.previous\n"); \
     extern "C" __attribute__((visibility("hidden"))) const unsigned char symbol[]
 
-// CMake writes this file: an MGLU_EMBED of each source, and MGLU_SOURCES with their names and symbols.
+// CMake writes this file. It has an MGLU_EMBED for each source, and MGLU_SOURCES, which lists their names and symbols.
 #include "mglu_sources.inc"
 
-// mglu_ops/packaging/device_code.py writes both files. The first has the plans for the layers of packages, and an
-// MGLU_EMBED of each cubin. The second has the plans for all other layers, whose kernels NVRTC compiles. Both tables end
-// with an empty row.
+// mglu_ops/packaging/device_code.py writes two files of plans. mglu_plans.inc is for the layers of packages, and has an
+// MGLU_EMBED for each cubin. any_layer.inc is for all other layers, whose kernels NVRTC compiles. Each file has a table
+// that ends with an empty row.
 #if __has_include("mglu_plans.inc")
 #include "mglu_plans.inc"
 #else
@@ -45,8 +45,8 @@ std::span<const Plan> rows_of(const Plan (&table)[size]) {
     return std::span(table).first(size - 1);
 }
 
-// True if a kernel that was compiled for `built` serves `wanted`, whose `arch` is the device's. A cubin runs on its own
-// architecture and on later minor versions of the same major version.
+// True if a plan for the variant `built` can run the variant `wanted`, which has the `arch` of the device. A cubin runs
+// on its own architecture and on later minor versions of the same major version.
 bool serves(const Variant& built, Variant wanted) {
     if (built.arch == 0) return built.rounds_x == wanted.rounds_x;
     if (built.arch / 10 == wanted.arch / 10 && built.arch <= wanted.arch) wanted.arch = built.arch;
@@ -69,7 +69,7 @@ bool fits(const Plan& plan, Values values, std::int64_t rows, const DeviceFacts&
     });
 }
 
-// Calls `visit` with each plan for a layer, the plans of packages first, until it returns true.
+// Calls `visit` with each plan for a layer, the plans of packages first, until `visit` returns true.
 template <typename Visit>
 void visit_plans(const Layer& layer, const Visit& visit) {
     for (const auto table : {rows_of(of_packages::kPlans), rows_of(of_any_layer::kPlans)})
@@ -79,7 +79,7 @@ void visit_plans(const Layer& layer, const Visit& visit) {
 
 // --- Kernels ---------------------------------------------------------------------------------------------------------
 
-// The sources that NVRTC needs to compile a kernel: its own first, then all others of csrc/cuda.
+// Returns the sources from which NVRTC compiles a kernel: the file of the kernel first, then all others of csrc/cuda.
 std::vector<Source> sources_of(std::string_view name) {
     const auto source = [](const char* file, const unsigned char* text) {
         return Source{file, reinterpret_cast<const char*>(text)};
@@ -96,8 +96,8 @@ std::vector<char> compile_step(const Step& step, const std::vector<std::int64_t>
     return compile(sources_of(step.source), arch, options);
 }
 
-// Returns the kernel of a step, which the first call compiles if necessary, and loads into the current context. Neither
-// kernels nor the map are ever freed, because the driver may be unloaded before static objects are destroyed.
+// Returns the kernel of a step. The first call compiles it if necessary, and loads it into the current context. Kernels
+// and the map of kernels are never freed, because the driver may be unloaded before static objects are destroyed.
 Function function_of(const Step& step, const Values& values, const DeviceFacts& device, unsigned shared_bytes) {
     struct Loaded {
         Function function = nullptr;
@@ -122,7 +122,7 @@ Function function_of(const Step& step, const Values& values, const DeviceFacts& 
 
 // --- Launches --------------------------------------------------------------------------------------------------------
 
-// The memory of a struct of parameters, as a kernel takes it.
+// A struct of a kernel's parameters, in memory.
 class Parameters {
   public:
     void fill(const Struct& fields, const Values& values, Addresses& addresses) {
@@ -217,7 +217,7 @@ const void*& Addresses::operator[](std::string_view name) {
 
 void run(const Plan& plan, const Values& values, Addresses addresses, const DeviceFacts& device,
          const Executor& executor) {
-    // All steps share one allocation, because a second one may free the first.
+    // The results of all steps share one allocation, because `allocate` may free the memory of the previous call.
     std::int64_t bytes = 0;
     for (const Step& step : plan.steps) bytes += round_up(step.bytes.at(values), 16);
     char* memory = bytes > 0 ? static_cast<char*>(executor.allocate(bytes)) : nullptr;

@@ -1,6 +1,6 @@
-// The plans of calls: the launches that compute them, as data. Python's CUDA backend makes the plans
-// (mglu_ops/backends/cuda/plans.py), and mglu_ops/packaging/device_code.py writes them as C++ tables. This code only
-// evaluates them, and depends on no kernel.
+// Plans describe the launches that compute a call, as data. Python's CUDA backend makes them
+// (mglu_ops/backends/cuda/plans.py), and mglu_ops/packaging/device_code.py writes them as C++ tables. The functions
+// below choose and run plans without knowing any kernel.
 #pragma once
 
 #include <compare>
@@ -29,7 +29,7 @@ struct Values {
     std::int64_t element, element_bytes, weight_format, n_masks, activation, mask_weights;  // as in Variant
 };
 
-// The functions of the expressions of sizes. All divisors are positive.
+// The functions that the expressions of sizes call. All divisors are positive.
 inline std::int64_t floor_div(std::int64_t a, std::int64_t b) { return a / b - (a % b < 0); }
 inline std::int64_t least(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 inline std::int64_t greatest(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
@@ -42,7 +42,7 @@ struct Size {
     std::int64_t at(const Values& values) const { return of != nullptr ? of(values) : constant; }
 };
 
-// A matrix of a tensor map, as in driver.h, at the address of a pointer. Unused maps have no pointer.
+// A tensor map of the matrix (driver.h) at the address that `pointer` names. Unused maps have an empty `pointer`.
 struct Map {
     std::string_view pointer{};
     int item_bytes = 0;
@@ -72,16 +72,16 @@ struct Step {
     Size shared_bytes;
     bool overlap;  // programmatic dependent launch, as in Geometry
     Struct parameters;
-    Struct items{};  // the struct ItemParams of a kernel of experts; no fields for other kernels
+    Struct items{};  // the struct ItemParams of kernels for experts; no fields for other kernels
     int unused_maps;
     std::span<const Map> maps;  // after `unused_maps` maps that the kernel does not read
-    std::string_view writes;    // the pointer by which later steps read what this step writes; empty for the last step
-    Size bytes;                 // of what the step writes; 0 for the last step
+    std::string_view writes;    // the pointer by which later steps read this step's result; empty for the last step
+    Size bytes;                 // the size of this step's result; 0 for the last step
 };
 
 // The properties of a call for which kernels are compiled. Element types are numbered as in csrc/cuda/element.cuh.
 struct Variant {
-    int arch = 0;           // 90 for compute capability 9.0; 0 for a plan for every variant with the same rounds_x
+    int arch = 0;           // 90 for compute capability 9.0; 0 in plans for all variants with the same rounds_x
     int element = 0;        // element type of x
     int weight_format = 0;  // code in csrc/cuda/weight_formats.cuh
     bool rounds_x = false;  // x is rounded to fp8_token, in the kernel or before it
@@ -92,7 +92,7 @@ struct Variant {
     auto operator<=>(const Variant& other) const = default;
 };
 
-// What a plan is for: a layer, or a call of mglu::experts_down, which has no masks.
+// A layer for which a plan is looked up. mglu::experts_down counts as a layer with n_masks 0.
 struct Layer {
     Variant variant;
     std::int64_t out_features, in_features;
@@ -101,8 +101,8 @@ struct Layer {
     bool is_packed;        // the weight and the masks are contiguous and start at multiples of 16 bytes
 };
 
-// A plan for a layer and a range of row counts. If out_features is 0, the plan is for layers of any shape and layout.
-// If experts or top_k is negative, the plan is for any number of at least 1.
+// A plan for a layer and for `first_rows` to `last_rows` rows. If out_features is 0, it is for layers of any shape and
+// layout. If experts or top_k is negative, the plan is for any value of at least 1.
 struct Plan {
     Variant variant{};
     std::int64_t out_features = 0, in_features = 0;
@@ -113,15 +113,15 @@ struct Plan {
     bool is_for_any_shape() const { return out_features == 0; }
 };
 
-// The first plan for a call that fits into the shared memory of the device, or null.
+// Returns the first plan for a call whose blocks fit into the shared memory of the device, or null.
 const Plan* find_plan(const Layer& layer, const Values& values, const DeviceFacts& device);
-// The largest number of rows of the plans for a layer; 0 for none.
+// Returns the most rows that a plan for a layer takes on the device; 0 if there is no plan.
 std::int64_t most_rows(const Layer& layer, const Values& values, const DeviceFacts& device);
 
 // Throws if a call has more experts, or more rows of the result, than the plans take.
 void check_experts(std::int64_t experts, std::int64_t rows);
 
-// Addresses by the names of the pointers in the structs of parameters.
+// Maps the names of pointers in structs of parameters to addresses; unknown names get null.
 class Addresses {
   public:
     Addresses(std::initializer_list<std::pair<std::string_view, const void*>> entries) : entries_(entries) {}
@@ -131,7 +131,7 @@ class Addresses {
     std::vector<std::pair<std::string_view, const void*>> entries_;
 };
 
-// Launches the steps of a plan. `addresses` has the arguments of the call, and the result as "out".
+// Launches the steps of a plan. `addresses` has the call's arguments by name, and the result under the name "out".
 void run(const Plan& plan, const Values& values, Addresses addresses, const DeviceFacts& device,
          const Executor& executor);
 

@@ -2,9 +2,9 @@
 //
 //   fuzz SECONDS PACKAGE
 //
-// It truncates and changes a package, and the check of its seal must find every change. It also calls the operators on
-// tensors with random metadata, valid or not, and accepted calls must run. The random numbers are the same in each run,
-// so that failures repeat. The exit code is 1 if a check is wrong.
+// The program truncates and changes a package, and the check of the seal must find every change. It also calls the
+// operators on tensors with random metadata, valid or not, and must run the calls that the checks accept. The random
+// numbers are the same in each run, so that failures repeat. The exit code is 1 if a check is wrong.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -75,7 +75,7 @@ void fuzz_seal(const std::string& package, Random& random, Clock::time_point end
     }
 }
 
-// A tensor with random metadata, and an allocation of exactly the bytes that it spans.
+// A tensor with its metadata, in an allocation of exactly the bytes that it spans.
 struct Owned {
     mglu::Tensor tensor;
     std::vector<std::int64_t> sizes, strides;
@@ -200,8 +200,8 @@ void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& r
 #define MGLU_ACTIVATION(name, ...) #name,
 #include "../../cpu/activation.h"
         "", "silu ", "SILU"};
-    // Even a slow machine runs some accepted and some refused calls. If the checks refused everything, the loop would
-    // never end, and the test would time out.
+    // The loop goes on until more than 50 calls are accepted and more than 50 refused, even on a slow machine. If the
+    // checks refused everything, it would never end, and the test would time out.
     while (Clock::now() < end || accepted <= 50 || refused <= 50) {
         const auto d = static_cast<std::int64_t>(random.below(40)), h = static_cast<std::int64_t>(random.below(200));
         const auto n = static_cast<std::int64_t>(random.below(18)),

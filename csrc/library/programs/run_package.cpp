@@ -1,4 +1,4 @@
-// Runs a package in a process without Python, and compares its results with those of eager PyTorch (see kUsage).
+// Runs a package in a process without Python, and compares its results with results of eager PyTorch (see kUsage).
 #include <ATen/Parallel.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
@@ -70,7 +70,7 @@ Tensors read_weights(const std::string& path, at::Device device) {
     return tensors;
 }
 
-// Gives a model the tensors that it needs. They must outlive the model; several models may share them.
+// Gives a model the tensors that it needs. The tensors must outlive the model; several models may share them.
 void give_weights(torch::inductor::AOTIModelPackageLoader& model, const Tensors& weights) {
     Tensors needed;
     for (const std::string& name : model.get_constant_fqns()) {

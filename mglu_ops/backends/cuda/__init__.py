@@ -160,7 +160,7 @@ class Cuda(Backend):
     def prepare(self, task: Task, call: Call, launch: Any = None) -> Prepared:
         """Choose the launches of a supported task (or take `launch`), compile their kernels and load them.
 
-        The task `backward` compiles and loads its kernels in its first call instead, as it needs the tensors.
+        For the task `backward`, the first call compiles and loads the kernels, which it chooses by its tensors.
 
         Raises:
             ValueError: `launch` cannot run the call.

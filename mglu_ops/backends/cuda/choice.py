@@ -25,7 +25,7 @@ class LaunchChoice:
         config: the kernel and its launch configuration.
         origin: the source of `config`, such as "the cost model".
         slow_reason: the reason why the slow kernel `plain` runs a 16-bit call. None if another kernel runs the call,
-            and for float32, in which every call runs by `plain`.
+            and for float32, which only `plain` supports.
     """
 
     config: LaunchConfig

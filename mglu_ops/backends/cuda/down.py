@@ -62,7 +62,7 @@ class CudaDown:
             "out": out.data_ptr(),
         }
         stream = current_stream(device)
-        # The workspace and the products are freed on return, which `CudaCall.__call__` explains for its workspace.
+        # The workspace and the products are freed on return. `CudaCall.__call__` says why this is safe.
         if self.launches is not None:
             nbytes = self.launches.workspace_bytes
             workspace = empty((nbytes,), (1,), torch.uint8, device) if nbytes else None

@@ -1,4 +1,4 @@
-"""Launches kernels through the CUDA driver and ctypes, in each eager call. A general wrapper would take longer.
+"""Launches kernels by calling the CUDA driver through ctypes. Each eager call does so; a wrapper would take longer.
 
 A whole eager call takes 11 to 20 us of host time on an H200 (`benchmarks/results/overheads.csv`).
 """

@@ -1,4 +1,4 @@
-"""Plans, which describe the launches that compute a call as data, and the functions that load and run plans."""
+"""Plans describe, as data, the launches that compute a call. This module also loads and runs them."""
 
 from __future__ import annotations
 

@@ -8,14 +8,14 @@ linear in the gradient G of y: with `dt = G * P` and `b_i = G * Q_i`,
     dW = D_0 + sum_i F_i * D_i,   dlogits_i = -2 W * D_i,   dr_i = sum over out_features of G * R_i
 
 On compute capability 9.0, forward is the kernel `tile_wgmma`, and the kernel `backward_gemm` computes dx and all D_i
-from G, P and Q_i, without dt and b_i in memory. Library GEMMs, with elementwise kernels before and after them, are used
+from G, P and Q_i, without dt and b_i in memory. GEMMs of cuBLAS, with elementwise kernels before and after, are used
 
 - on other GPUs,
 - for sizes or addresses that these kernels do not support,
 - in the backward pass of very large problems.
 
-The library GEMMs take the output features in chunks, to limit the memory for t and f_i in float32, for dt, b_i, D_i and
-for the flipped weights. Only dx is a sum over chunks, so no other result is rounded more than once.
+The GEMMs of cuBLAS take the output features in chunks, to limit the memory for t and f_i in float32, for dt, b_i, D_i
+and for the flipped weights F_i * W. Only dx is a sum over chunks, so no other result is rounded more than once.
 
 Everything runs on the current device and stream, and the same inputs give the same bits. Launches and offsets are
 prepared once for all calls with the same description. Otherwise a step of a small layer would take the host longer than
@@ -52,12 +52,12 @@ _SMALLEST_CHUNK = 1 << 24
 """The least elements of a chunk's largest tensor (32 MiB in 16 bits). Smaller chunks would save little memory."""
 
 _SCRATCH_PRODUCTS = 1 << 25
-"""The most elements of D_0 and all D_i (64 MiB in 16 bits) that a chunk of `backward_gemm` writes to scratch memory, if
-the gradients have another dtype. Such a chunk still has several tiles for each SM."""
+"""The most elements of D_0 and all D_i in a chunk of `backward_gemm`, if it writes the D_i to scratch memory (64 MiB in
+16 bits). Such a chunk still has several tiles for each SM."""
 
 _MOST_MASKS_OF_NARROW_TOTALS = 4
 """With up to this many masks, D_0 is rounded to 16 bits before the D_i are added to it. With more masks, this rounding
-would make the error of dW more than 1.5 times that of the naive layer, where each mask has its own rounding error."""
+would make the error of dW more than 1.5 times the naive layer's, in which each mask has its own rounding error."""
 
 _CHUNK_MULTIPLE = 128
 """Chunks have a multiple of this many output features, so that rows stay aligned and a GEMM has whole tiles."""
@@ -175,7 +175,7 @@ class _GradX:
 
     @staticmethod
     def of(arguments: BackwardGiven) -> _GradX | None:
-        """Prepare the launches, or return None if the kernel cannot run or the library is faster."""
+        """Prepare the launches, or return None if the kernel cannot run or cuBLAS is faster."""
         grad_output, x, weight, _, partials, *_ = arguments
         gpu, (tokens, h), depth = gpu_of(x.device.index), x.shape, partials.shape[1] * partials.shape[2]
         can_run = h % 8 == 0 and backward_gemm.can_run(gpu, grad_output, partials, weight)
@@ -270,7 +270,7 @@ class _WeightGradients:
 
     @staticmethod
     def of(arguments: BackwardGiven) -> _WeightGradients | None:
-        """Prepare the launches, or return None if the kernel cannot run or the library is faster."""
+        """Prepare the launches, or return None if the kernel cannot run or cuBLAS is faster."""
         grad_output, x, weight, packed_masks, partials, (_, needs_weight), *_ = arguments
         gpu, (d, h) = gpu_of(x.device.index), weight.shape
         entries = n_masks_of(packed_masks) + needs_weight

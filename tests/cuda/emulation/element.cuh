@@ -1,4 +1,4 @@
-// csrc/cuda/element.cuh for a C++ compiler.
+// Replaces csrc/cuda/element.cuh for a C++ compiler.
 #pragma once
 #include "ptx.cuh"
 

@@ -1,5 +1,6 @@
-// Runs the kernel KERNEL of KERNEL_SOURCE on a CPU, one thread after the other. With LANES_AT_ONCE, for kernels that
-// shuffle, the 32 lanes of a warp run at once, in threads; with WARPS_AT_ONCE too, all threads of a block.
+// Runs the kernel KERNEL of KERNEL_SOURCE on a CPU, one CUDA thread after the other. With LANES_AT_ONCE, the 32 lanes
+// of a warp run at the same time in threads of the CPU, for kernels that shuffle. With WARPS_AT_ONCE too, all threads
+// of a block run at the same time, for kernels that call __syncthreads.
 #include KERNEL_SOURCE
 
 #ifdef LANES_AT_ONCE

@@ -1,4 +1,4 @@
-// The functions of csrc/cuda/ptx.cuh that the emulated kernels use, for a C++ compiler, with CUDA's names.
+// Replaces csrc/cuda/ptx.cuh for a C++ compiler: the functions that emulated kernels use, and CUDA's built-in names.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -73,7 +73,7 @@ inline int max(int a, int b) { return a < b ? b : a; }
 inline void wait_for_earlier_kernels() {}
 inline void let_next_kernel_start() {}
 
-// A GPU would end a program with an unaligned access.
+// Ends the program at an unaligned access, as a GPU does.
 template <int kWords>
 void check_alignment(const void* pointer) {
     if (reinterpret_cast<std::uintptr_t>(pointer) % (4 * kWords) != 0) {

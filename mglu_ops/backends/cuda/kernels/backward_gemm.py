@@ -1,6 +1,6 @@
 """The GEMMs of backward, whose left operand is grad_output times partials (csrc/cuda/backward_gemm.cu).
 
-`training.py` defines F_i and D_i.
+`mglu_ops/backends/cuda/training.py` defines F_i and D_i.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def shared_bytes() -> int:
 
 
 def can_run(gpu: Gpu, *matrices: Tensor) -> bool:
-    """True if the kernel takes the matrices: not empty, with 16-bit elements in 16-byte aligned rows."""
+    """True if the GPU has the kernel, and the matrices have elements, in 16 bits and in 16-byte aligned rows."""
     if gpu.arch != ARCH:
         return False
     for matrix in matrices:

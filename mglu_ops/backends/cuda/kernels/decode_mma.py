@@ -222,10 +222,11 @@ def in_one_wave(call: Call, tiles: int) -> DecodeMma:
 
 
 def in_several_waves(call: Call, rows: int) -> list[DecodeMma]:
-    """The best launches, best first, if every SM runs many blocks in turn, each for about `rows` tokens.
+    """Return launches, the best first, for SMs that run many blocks in turn, each for about `rows` tokens.
 
-    Take the first launch whose blocks fit into shared memory. Several small blocks on an SM hide each other's start and
-    end. But every block reads its x, so many tokens need larger blocks (csrc/cuda/decode_mma.md, "Experts").
+    The caller uses the first launch whose blocks fit into shared memory. Several small blocks on an SM hide each
+    other's start and end. But every block reads its x, so many tokens need larger blocks (csrc/cuda/decode_mma.md,
+    "Experts").
     """
     n_masks, in_16_bits = call.n_masks, call.weight.bits == 16
     if n_masks > (4 if call.tokens > 8 or _scales_columns(call) else 8):  # too few registers for two blocks

@@ -248,7 +248,7 @@ def _fit(config: ExpertsDown, call: Call, gpu: Gpu) -> ExpertsDown | None:
 
 
 def plan(config: ExpertsDown, call: Call, gpu: Gpu) -> Plan:
-    """The launches of a call: the products and, except for a single token, their sum."""
+    """Return the launches of a call: one multiplies, and unless there is a single token, one adds the products."""
     products = Step(
         NAME,
         _target(gpu),

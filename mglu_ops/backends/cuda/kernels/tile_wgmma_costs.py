@@ -59,9 +59,9 @@ class CostModel:
         cluster: a factor on the time of multiplying in clusters of two blocks, which wait for each other.
         serial: multiplying and reading overlap, except for this fraction of the shorter of the two.
         serial_alone: this fraction for a warpgroup that is alone on its SM, and waits for its own stages.
-        last_wave: the cost of the last wave if there are many, in waves.
-        mask_columns: three times in columns to read a mask's bits for an x that is not permuted. The first is for fewer
-            than 8 masks except 4, the second for 4 masks, and the third for 8 or more masks.
+        last_wave: the cost of the last wave, in waves, if there are more than four.
+        mask_columns: the time in columns to read a mask's bits for an x that is not permuted, in three cases: 1 to 7
+            masks except 4, 4 masks, and 8 or more masks.
         alone, of_rows, of_masks: the costs of products with one consumer warpgroup, with two for different rows, and
             with two for different masks of the same 64 rows.
         sparse_alone, sparse_of_rows, sparse_of_masks: these costs for sparse products.

@@ -31,7 +31,7 @@ class TrainingTile(TileWgmma):
 
         partials[:, 0] = dy/dt, partials[:, i] = dy/df_i, partials[:, n_masks + i] = dy/dmask_weight_i
 
-    `training.py` defines t and f_i.
+    `mglu_ops/backends/cuda/training.py` defines t and f_i.
     """
 
     box_tokens: int = 8

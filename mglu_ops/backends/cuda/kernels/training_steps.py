@@ -1,9 +1,9 @@
 """The elementwise kernels of a training step, before and after its GEMMs (csrc/cuda/training.md).
 
-`training.py` defines the symbols F_i, t, f_i, P, Q_i, R_i and D_i. Tensors are on the current device, in float16 or
-bfloat16 unless a docstring says otherwise. Kernels run on the current stream. A function with the name of a kernel runs
-the kernel. The function `prepare_<kernel>` returns a launch, which can run with all tensors that have the metadata of
-the function's arguments.
+`mglu_ops/backends/cuda/training.py` defines the symbols F_i, t, f_i, P, Q_i, R_i and D_i. Tensors are on the current
+device, in float16 or bfloat16 unless a docstring says otherwise. Kernels run on the current stream. A function with the
+name of a kernel runs the kernel. The function `prepare_<kernel>` returns a launch, which can run with all tensors that
+have the metadata of the function's arguments.
 
 Every function raises:
     CompileError: NVRTC refused the kernel.
@@ -43,7 +43,7 @@ def flip_signs(weight: Tensor, packed_masks: Tensor, *, with_weight: bool = True
             of it is contiguous, and the masks and the result have this dimension too.
         packed_masks: `[out_features, ceil(in_features / 8), n_masks]`, contiguous, 4-byte aligned.
         with_weight: True to return the weight itself first; otherwise the first size is n_masks.
-        parts: True to return `M_i * weight` and `(1 - M_i) * weight` for each mask instead, `2 n_masks` matrices.
+        parts: True to return `2 n_masks` matrices: `M_i * weight` and `(1 - M_i) * weight` for each mask.
     """
     n_masks = packed_masks.shape[-1]
     matrices = 2 * n_masks if parts else n_masks + with_weight
@@ -94,15 +94,15 @@ def partials(
 
     Args:
         products: t and all f_i `[tokens, n_masks + 1, columns]` with contiguous rows; with `total` only the f_i
-            `[tokens, n_masks, columns]`. The dtype is float32 or that of `partials`. In the second case,
-            `products` and `partials` may share memory.
+            `[tokens, n_masks, columns]`. The dtype is float32, or the dtype of `partials`; then `products` and
+            `partials` may share memory.
         activation: a name of `mglu_ops.activations.ACTIVATIONS`.
         mask_weights: `[tokens, n_masks]` in any strides, float16, bfloat16 or float32; or None.
         partials: receives P, all Q_i and, with mask weights, all R_i: `[tokens, n_masks + 1, columns]`, or
             `[tokens, 2 n_masks + 1, columns]` with mask weights. Rows are contiguous.
         result: receives y, `[tokens, columns]` with contiguous rows, in the dtype of `partials`.
         total: t, contiguous `[tokens, columns]` in float32; None if t is the first of the products.
-        parts: True if the products are the gate and the value of each mask instead, `[tokens, 2 n_masks, columns]`.
+        parts: True if the products `[tokens, 2 n_masks, columns]` are the gate and the value of each mask.
     """
     tokens, n_products, columns = products.shape
     n_masks = n_products // 2 if parts else n_products - (total is None)
