@@ -89,6 +89,24 @@ constexpr std::int64_t partials_of(const Forward& call) { return 1 + (call.mask_
 // the same mask.
 Status forward(const Forward& call, ParallelFor parallel_for);
 
+// A call over experts. The Forward that goes with it describes the layer of expert 0, with the x of all tokens, and the
+// mask weights, the result and the partial derivatives of all rows. The result and the partial derivatives are
+// contiguous.
+struct Experts {
+    const void* index;         // expert_ids [tokens, top_k], or if is_sorted the end of each expert's rows, [experts]
+    std::int64_t index_bytes;  // of an id or an end: 4 or 8
+    std::int64_t is_sorted;    // 1 if the rows are sorted by expert
+    std::int64_t experts;
+    std::int64_t rows;          // rows of the result: tokens * top_k, or the tokens if is_sorted
+    std::int64_t top_k;         // consecutive rows of the result that share a token; 1 if is_sorted
+    std::int64_t weight_bytes;  // from one expert's weight to the next
+    std::int64_t mask_bytes;    // from one expert's packed masks to the next
+    std::int64_t scale_bytes;   // from one expert's scales to the next
+};
+
+// Runs `forward` for each expert that has rows. Rows without an expert are zeros. Training needs sorted rows.
+Status forward_experts(const Forward& first, const Experts& experts, ParallelFor parallel_for);
+
 // How masks are given: as bytes, where nonzero counts as 1, or as logits, whose masks are `logit > 0`.
 enum class MaskSource : std::int64_t { bytes = 0, float32 = 1, bfloat16 = 2, float16 = 3 };
 

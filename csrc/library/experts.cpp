@@ -4,12 +4,12 @@
 #include <array>
 #include <cstring>
 #include <memory>
-#include <numeric>
 #include <span>
 #include <stdexcept>
 #include <string>
 #include <tuple>
 
+#include "../cpu/experts.h"
 #include "../cpu/kernels.h"
 #include "cuda/launch.h"
 #include "formats.h"
@@ -99,16 +99,10 @@ class Matrix {
 
     Tensor tensor() const { return {memory_.get(), 2, sizes_.data(), strides_.data(), dtype_, Device::cpu, -1}; }
 
-    // Copies row rows[i] / divisor of `from` to row i of this matrix. The rows of `from` are `stride` elements apart.
-    void gather(const Tensor& from, std::int64_t stride, std::span<const std::int64_t> rows, std::int64_t divisor) {
+    // Copies row rows[i] of a contiguous tensor to row i of this matrix.
+    void gather(const Tensor& from, std::span<const std::int64_t> rows) {
         for (std::size_t i = 0; i < rows.size(); ++i)
-            std::memcpy(memory_.get() + i * row_bytes_, element(from, rows[i] / divisor * stride), row_bytes_);
-    }
-
-    // Copies row i of this matrix to row rows[i] of a contiguous tensor.
-    void scatter(const Tensor& to, std::span<const std::int64_t> rows) const {
-        for (std::size_t i = 0; i < rows.size(); ++i)
-            std::memcpy(element(to, rows[i] * sizes_[1]), memory_.get() + i * row_bytes_, row_bytes_);
+            std::memcpy(memory_.get() + i * row_bytes_, element(from, rows[i] * sizes_[1]), row_bytes_);
     }
 
   private:
@@ -118,39 +112,24 @@ class Matrix {
     std::unique_ptr<char[]> memory_;
 };
 
-// Calls `body(expert, rows)` for each expert that has rows, with its rows in ascending order. `routing` is contiguous
-// and holds the expert of each row, or if `is_sorted` the end of each expert's rows. Ends are clamped to [0, rows]. An
-// end that is below the previous end is raised to it.
-template <typename Body>
-void for_each_expert(const Tensor& routing, bool is_sorted, std::int64_t experts, std::int64_t rows, Body body) {
-    const auto value = [&](std::int64_t i) {
-        return routing.dtype == Scalar::int32 ? static_cast<const std::int32_t*>(routing.data)[i]
-                                              : static_cast<const std::int64_t*>(routing.data)[i];
-    };
-    std::vector<std::int64_t> ends(experts), sorted(rows);
-    if (is_sorted) {
-        std::iota(sorted.begin(), sorted.end(), 0);
-        for (std::int64_t e = 0, last = 0; e < experts; ++e)
-            ends[e] = last = std::max(last, std::clamp<std::int64_t>(value(e), 0, rows));
-    } else {
-        const auto has_expert = [&](std::int64_t row) { return value(row) >= 0 && value(row) < experts; };
-        for (std::int64_t row = 0; row < rows; ++row)
-            if (has_expert(row)) ++ends[value(row)];
-        std::partial_sum(ends.begin(), ends.end(), ends.begin());
-        std::vector<std::int64_t> next(experts);
-        std::copy(ends.begin(), ends.end() - 1, next.begin() + 1);
-        for (std::int64_t row = 0; row < rows; ++row)
-            if (has_expert(row)) sorted[next[value(row)]++] = row;
-    }
-    for (std::int64_t e = 0, first = 0; e < experts; first = ends[e++])
-        if (first < ends[e]) body(e, std::span<const std::int64_t>(sorted).subspan(first, ends[e] - first));
+// The rows of a call over experts, for csrc/cpu.
+cpu::Experts rows_of_experts(const Tensor& index, bool is_sorted, std::int64_t experts, std::int64_t rows,
+                             std::int64_t top_k) {
+    cpu::Experts found{};
+    found.index = index.data;
+    found.index_bytes = item_bytes(index.dtype);
+    found.is_sorted = is_sorted;
+    found.experts = experts;
+    found.rows = rows;
+    found.top_k = top_k;
+    return found;
 }
 
 // --- experts_down ----------------------------------------------------------------------------------------------------
 
 // With dense weights, experts with more rows than this use the caller's `product`
 // (mglu_ops/backends/cpu/experts_down.py says why).
-constexpr std::size_t kMostRows = 8;
+constexpr std::int64_t kMostRows = 8;
 
 float float_at(const Tensor& tensor, std::int64_t i) {
     switch (tensor.dtype) {
@@ -182,12 +161,11 @@ void down(const DownCall& call, const Tensor& out, const Executor& executor, con
     const std::int64_t out_features = call.weight.sizes[1];
     const bool has_library = call.weight_format == WeightFormat::dense && call.y.dtype != Scalar::float16;
     std::vector<float> terms(static_cast<std::size_t>(tokens * top_k * out_features));
-    const auto multiply = [&](std::int64_t expert, std::span<const std::int64_t> rows) {
-        const auto count = static_cast<std::int64_t>(rows.size());
-        const bool uses_library = has_library && rows.size() > kMostRows;
+    const auto multiply = [&](std::int64_t expert, const std::int64_t* rows, std::int64_t count) {
+        const bool uses_library = has_library && count > kMostRows;
         Matrix y(count, in_features, call.y.dtype);
         const Matrix result(count, out_features, uses_library ? call.y.dtype : Scalar::float32);
-        y.gather(call.y, in_features, rows, 1);
+        y.gather(call.y, std::span(rows, static_cast<std::size_t>(count)));
         const auto keep = [&](const auto* products) {
             for (std::int64_t i = 0; i < count; ++i) {
                 const float factor = float_at(call.expert_weights, rows[i]);
@@ -202,8 +180,10 @@ void down(const DownCall& call, const Tensor& out, const Executor& executor, con
             forward(product_layer(call, expert, y.tensor()), result.tensor(), executor);
             keep(static_cast<const float*>(result.tensor().data));
         }
+        return cpu::Status::ok;
     };
-    for_each_expert(call.expert_ids, false, call.weight.sizes[0], tokens * top_k, multiply);
+    const cpu::Experts experts = rows_of_experts(call.expert_ids, false, call.weight.sizes[0], tokens * top_k, top_k);
+    if (cpu::for_each_expert(experts, multiply) != cpu::Status::ok) throw std::bad_alloc();
     auto* results = static_cast<Element*>(out.data);
     for (std::int64_t t = 0; t < tokens; ++t)
         for (std::int64_t c = 0; c < out_features; ++c) {
@@ -264,28 +244,11 @@ void forward(const ExpertsCall& call, const Tensor& out, const Executor& executo
     if (out.elements() == 0) return;
     const LayerCall& shared = call.layer;
     if (shared.x.device == Device::cuda) return cuda::forward(call, out.data, executor);
-    std::memset(out.data, 0, static_cast<std::size_t>(out.elements() * item_bytes(out.dtype)));
-    const auto run = [&](std::int64_t expert, std::span<const std::int64_t> rows) {
-        const auto count = static_cast<std::int64_t>(rows.size());
-        Matrix x(count, shared.in_features, shared.x.dtype), result(count, shared.out_features, shared.x.dtype);
-        Matrix mask_weights(count, shared.n_masks, shared.mask_weights ? shared.mask_weights->dtype : shared.x.dtype);
-        x.gather(shared.x, shared.x_row_stride, rows, call.top_k);
-        LayerCall layer = shared;
-        layer.x = x.tensor();
-        layer.tokens = count;
-        layer.x_row_stride = shared.in_features;
-        layer.weight.data = element(shared.weight, expert * call.weight_stride);
-        layer.packed_masks.data = element(shared.packed_masks, expert * call.masks_stride);
-        if (shared.weight_scale) layer.weight_scale->data = element(*shared.weight_scale, expert * call.scale_stride);
-        if (shared.mask_weights) {
-            mask_weights.gather(*shared.mask_weights, shared.n_masks, rows, 1);
-            layer.mask_weights = mask_weights.tensor();
-            layer.mask_weight_row_stride = shared.n_masks;
-        }
-        forward(layer, result.tensor(), executor);
-        result.scatter(out, rows);
-    };
-    for_each_expert(call.routing, call.is_sorted, call.experts, call.rows, run);
+    cpu::Experts experts = rows_of_experts(call.routing, call.is_sorted, call.experts, call.rows, call.top_k);
+    experts.weight_bytes = call.weight_stride * item_bytes(shared.weight.dtype);
+    experts.mask_bytes = call.masks_stride;
+    if (shared.weight_scale) experts.scale_bytes = call.scale_stride * item_bytes(shared.weight_scale->dtype);
+    forward_on_cpu(shared, &experts, out, executor);
 }
 
 DownCall describe_down(const Tensor& y, const Tensor& weight, const Tensor& expert_ids, const Tensor& expert_weights,

@@ -86,7 +86,9 @@ cpu::DType cpu_dtype(const char* argument, Scalar dtype) {
     }
 }
 
-void forward_cpu(const LayerCall& call, const Tensor& out, const Executor& executor) {
+}  // namespace
+
+void forward_on_cpu(const LayerCall& call, const cpu::Experts* experts, const Tensor& out, const Executor& executor) {
     cpu::Forward p{};
     p.x = call.x.data;
     p.weight = call.weight.data;
@@ -118,16 +120,15 @@ void forward_cpu(const LayerCall& call, const Tensor& out, const Executor& execu
                                                              : round_x<Float16>;
         rounded = round(p, executor.parallel_for);
     }
-    const cpu::Status status = cpu::forward(p, executor.parallel_for);
+    const cpu::Status status = experts != nullptr ? cpu::forward_experts(p, *experts, executor.parallel_for)
+                                                  : cpu::forward(p, executor.parallel_for);
     if (status != cpu::Status::ok) throw std::runtime_error(std::string("mglu: ") + cpu::status_message(status));
 }
-
-}  // namespace
 
 void forward(const LayerCall& call, const Tensor& out, const Executor& executor) {
     if (out.elements() == 0) return;
     switch (call.x.device) {
-        case Device::cpu: return forward_cpu(call, out, executor);
+        case Device::cpu: return forward_on_cpu(call, nullptr, out, executor);
         case Device::cuda: return cuda::forward(call, out.data, executor);
     }
     refuse("x: got device type " + std::to_string(static_cast<int>(call.x.device)) + ", must be a CPU or a CUDA GPU");

@@ -59,6 +59,8 @@ class Parameters:
     @cached_property
     def in_order(self) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
         """A function that maps addresses by name to a tuple in the order of the fields."""
+        if len(self.pointers) == 1:
+            return lambda values: (values[self.pointers[0]],)
         return itemgetter(*self.pointers)
 
     def with_integers(self, values: Mapping[str, int]) -> bytes:

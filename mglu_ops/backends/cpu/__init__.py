@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...activations import ACTIVATIONS
-from ...call import Call
+from ...call import Call, Routing
 from ...formats import get_format
 from ...given import Given
 from ...masks import packed_shape, packed_width
@@ -92,10 +92,9 @@ class Cpu(Backend):
         """
         if task == "down":
             return CpuDown(call, expert_loop.layers(self, "forward", call, launch))
-        if call.routing is not None:
-            return expert_loop.prepare(self, task, call, launch)
         if task == "backward":
-            return backward.Backward(call, _library())
+            of_experts = call.routing is not None
+            return expert_loop.prepare(self, task, call, launch) if of_experts else backward.Backward(call, _library())
         return (CpuForwardTrain if task == "train" else CpuCall)(_library(), call, launch)
 
     def can_pack(self, masks: Tensor) -> bool:
@@ -147,7 +146,7 @@ def _has_contiguous_rows(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 class _Call:
-    """A prepared call of the kernels. Thread-safe.
+    """A prepared call of the kernels, for a layer or for experts. Thread-safe.
 
     A call first copies x, weight and packed masks if their rows are not contiguous. Most of the time goes into reading
     these tensors, and strides within a row would make each load inefficient.
@@ -158,7 +157,7 @@ class _Call:
         in_features, n_masks, width = call.in_features, call.n_masks, packed_width(call.in_features)
         layout, stored_columns = call.weight.layout, in_features // call.weight.format.packed
         layouts = {
-            "x": (call.tokens, (in_features,), call.x.strides),
+            "x": (call.rows_of_x, (in_features,), call.x.strides),
             "weight": (call.out_features, (stored_columns,), layout.strides),
             "packed_masks": (call.out_features, (width, n_masks), call.masks.strides),
         }
@@ -172,7 +171,7 @@ class _Call:
         self._pack = packer(
             "Forward",
             {
-                "tokens": call.tokens,
+                "tokens": call.rows_of_x,
                 "out_features": call.out_features,
                 "in_features": in_features,
                 "n_masks": n_masks,
@@ -189,12 +188,38 @@ class _Call:
                 "isa": ISAS[launch or "best"],
             },
         )
+        self._pack_experts = None if call.routing is None else packer("Experts", self._experts(call, call.routing))
+
+    def _experts(self, call: Call, routing: Routing) -> dict[str, int]:
+        """The integers of the struct `Experts`. Weights and masks that are copied become contiguous."""
+        rows, stored, width = call.out_features, call.weight, packed_width(call.in_features)
+        weights, masks = routing.weight_stride, routing.masks_stride
+        if "weight" in self._copied:
+            weights = rows * call.in_features // stored.format.packed
+        if "packed_masks" in self._copied:
+            masks = rows * width * call.n_masks
+        scale_dtype = stored.format.scale_dtype
+        return {
+            "index_bytes": routing.index_dtype.itemsize,
+            "is_sorted": int(routing.is_sorted),
+            "experts": routing.experts,
+            "rows": call.tokens,
+            "top_k": routing.top_k or 1,
+            "weight_bytes": weights * stored.dtype.itemsize,
+            "mask_bytes": masks,
+            "scale_bytes": 0 if scale_dtype is None else routing.scale_stride * scale_dtype.itemsize,
+        }
 
     def _run(self, given: Given, out: Tensor, partials: int) -> None:
         """Write the result to `out`, and the partial derivatives to the address `partials` unless it is 0."""
         if self._copied:
             given = given._replace(**{name: getattr(given, name).contiguous() for name in self._copied})
-        self._library.forward(self._pack(given.addresses(out) | {"partials": partials}))
+        layer = self._pack(given.addresses(out) | {"partials": partials})
+        if self._pack_experts is None:
+            self._library.forward(layer)
+        else:
+            assert given.routing is not None
+            self._library.forward_experts(layer, self._pack_experts({"index": given.routing.data_ptr()}))
 
 
 class CpuCall(_Call):

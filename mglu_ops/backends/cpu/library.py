@@ -44,6 +44,7 @@ class Library:
         functions = ctypes.CDLL(str(path))
         try:
             self._forward, self._pack = functions.mglu_cpu_forward, functions.mglu_cpu_pack_masks
+            self._experts = functions.mglu_cpu_forward_experts
             self._isa, self._supports = functions.mglu_cpu_isa, functions.mglu_cpu_supports
             self._message = functions.mglu_cpu_status_message
             self._steps = {name: getattr(functions, f"mglu_cpu_{name}") for name in STEPS}
@@ -52,6 +53,8 @@ class Library:
         for function in (self._forward, self._pack, *self._steps.values()):
             function.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
             function.restype = ctypes.c_int32
+        self._experts.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
+        self._experts.restype = ctypes.c_int32
         self._isa.restype = self._message.restype = ctypes.c_char_p
         self._isa.argtypes = (ctypes.c_int64,) * 4
         self._supports.argtypes = (ctypes.c_int64,) * 2
@@ -72,6 +75,10 @@ class Library:
             RuntimeError: the kernel refused the call; the message has the reason.
         """
         self._check(self._forward(call, self.parallel_for), "forward")
+
+    def forward_experts(self, first: bytes, experts: bytes) -> None:
+        """Run a packed call over experts, as `forward` runs one of a layer."""
+        self._check(self._experts(first, experts, self.parallel_for), "experts_forward")
 
     def pack(self, call: bytes) -> None:
         """Run a packed call of the kernel that packs masks, as `forward` runs its kernel."""
