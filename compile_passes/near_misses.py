@@ -87,7 +87,8 @@ def _carried_on(
 ) -> dict[_Form, _Path]:
     """The forms that a node passes on to its users.
 
-    The paths of forms end at a product with x. The product is recorded in `weights`, unless it is in `noted`.
+    A form is not passed on by a product with x. Such a product is recorded in `weights`, unless it is in `noted`: the
+    nodes of layers, and the products that are already recorded.
     """
     passed: dict[_Form, _Path] = {}
     if symbol_of(node) in READS_NO_VALUES or _has_a_body(node):
