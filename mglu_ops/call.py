@@ -297,7 +297,7 @@ class Call:
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        """The shape of the result. Not for `experts_down`, whose result has one row for all experts of a token."""
+        """The shape of the result, of all operators but `experts_down`, whose result has one row per token."""
         return (*self.leading, self.out_features)
 
     def bytes_of_columns(self, columns: int) -> int:

@@ -1,4 +1,4 @@
-"""The models of this package: a table with one row each, from which their classes are made and registered.
+"""The models of this package: a table with one row per model, from which its classes are made and registered.
 
 Each row is a call of `_classes` at the end of this file. It makes classes with the names of Transformers' classes and
 MGLU in front. To add an architecture, add a row here and a row to the table in README.md. The tests take the models

@@ -30,7 +30,7 @@ class MGLUQuantizationConfig(QuantizationConfigMixin):
 
     The weight format also holds for the down projections of experts, but the activation format does not. Layers of
     other classes are not quantized by this package. If the model was loaded with another quantizer for its linear
-    layers, that quantizer keeps the key `quantization_config`, and this class is under `mglu_quantization_config`.
+    layers, that quantizer keeps the key `quantization_config`, and `mglu_quantization_config` holds this entry.
 
     Args:
         weight_format: a name in `mglu_ops.formats`.
