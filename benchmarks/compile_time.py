@@ -96,7 +96,7 @@ def time_of_pass(graph: Graph, layers: int, may_report: bool = False) -> float:
     copy, report = Graph(graph.owning_module), FusionReport()
     copy.output(copy.graph_copy(graph, {}))
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="mglu_ops")  # a failure of the pass is only a warning
+        warnings.filterwarnings("error", message="mglu_ops")  # otherwise, a failure of the pass only warns
         gc.disable()
         try:
             start = time.thread_time()

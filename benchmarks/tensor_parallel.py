@@ -89,7 +89,7 @@ class Problem:
         return f"{self.work}{stored}" + (f", {self.experts} experts" if self.experts else "")
 
     def divisions(self, ranks: int) -> dict[str, Any]:
-        """The plan for `parallelize_module` of each way to divide the layer, by name."""
+        """Name of a way to divide the layer -> its plan for `parallelize_module`."""
         if not self.experts:
             return {f"{ranks} ranks": {"mglu": ColwiseMGLU(), "down_proj": RowwiseParallel()}}
         return {

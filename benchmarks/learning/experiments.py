@@ -49,7 +49,7 @@ def seeds(recipes: Iterable[Recipe], numbers: Iterable[int] = SEEDS) -> list[Rec
 
 
 def level(n_masks: int) -> float:
-    """The factor with which a sum over random masks starts as large as the sum over four masks (see `level_gain`)."""
+    """The factor with which a sum over `n_masks` random masks starts as large as over four (see `level_gain`)."""
     return round(level_gain(n_masks) ** 2, 4)
 
 

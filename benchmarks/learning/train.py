@@ -55,10 +55,10 @@ def run(
     compiled: bool = True,
     keeps_weights: bool = False,
 ) -> bool:
-    """Train, and write `NAME.csv` into a folder; return whether the run is finished.
+    """Train, and write `NAME.csv` into a folder, where NAME is `recipe.name`. Return whether the run is finished.
 
     A recipe with a `start` first trains its teacher, or waits for the process that trains it, unless the folder has the
-    teacher's weights, `NAME.weights`. Processes that share a folder never train the same run at once.
+    teacher's `NAME.weights`. Processes that share a folder never train the same run at once.
 
     Args:
         recipe: what to train.
