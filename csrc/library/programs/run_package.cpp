@@ -52,7 +52,8 @@ at::Tensor read_tensor(const std::string& path) {
 
 using Tensors = std::unordered_map<std::string, at::Tensor>;
 
-// Reads a tensor of a weights file. pickle_load cannot read 8-bit floats, which are stored as a dtype's name and bytes.
+// Reads a tensor of a weights file. An 8-bit float tensor is stored as the name of its dtype and its bytes, because
+// pickle_load cannot read it.
 at::Tensor read_entry(const c10::IValue& entry) {
     if (entry.isTensor()) return entry.toTensor();
     const auto& parts = entry.toTupleRef().elements();
