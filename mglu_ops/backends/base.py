@@ -41,7 +41,7 @@ class Reason:
         text: the reason, for a message.
         is_preference: True if the backend can run the call, but another one is faster. A call that names the backend
             runs on it.
-        is_loss: True if the call would be faster on this backend if it could run it.
+        is_loss: True if the call is slower because the backend does not run it.
         is_passing: True if the backend may be able to run the same call later, in the same process.
     """
 

@@ -53,7 +53,7 @@ def _forward(layers: Callable[[int], Prepared], call: Call, given: Given) -> Ten
     for expert, rows in _rows_of_experts(given, call):
         one = _layer(given, expert, rows, call.routed.top_k or 1)
         out[rows] = layers(len(one.x))(one)
-    return torch.ops.aten._unsafe_view(out, call.result_shape)  # not a view, as in `composite`
+    return torch.ops.aten._unsafe_view(out, call.result_shape)  # not a view; `composite._layer` says why
 
 
 def down(product: Callable[[int, Tensor], Tensor], given: DownGiven) -> Tensor:

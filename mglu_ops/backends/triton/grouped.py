@@ -254,7 +254,7 @@ def products_over_rows(a: Tensor, b: Tensor, ends: Tensor, out: Tensor | None = 
 
 
 def tile_of(dtype: torch.dtype, major: int) -> Tile:
-    """The tile for a dtype and a major compute capability. It fits into the shared memory of all GPUs that have it."""
+    """The tile for a dtype and a major compute capability. It fits into the shared memory of all such GPUs."""
     has_large_tiles = major in (9, 10)
     if dtype is torch.float32:
         return Tile(128, 128, 32, 8, 3) if has_large_tiles else Tile(128, 64, 32, 8, 3)
