@@ -1,7 +1,7 @@
 """Times the compilation of models with and without the fusion pass, and the pass alone.
 
-One model is a stack of MGLU layers. The pass must hardly slow down the others, which have no MGLU layers: chains of
-elementwise operators, a Llama, a UNet, a ResNet, and layers with masked activations.
+One model is a stack of MGLU layers. The other models have no MGLU layers, and the pass must hardly slow down their
+compilation: chains of elementwise operators, a Llama, a UNet, a ResNet, and layers with masked activations.
 
 python -m benchmarks.compile_time --out benchmarks/results
 """

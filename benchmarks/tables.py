@@ -1,4 +1,4 @@
-"""Makes the Markdown tables of layers and whole models at inference, of compilation and of packages from results."""
+"""Makes Markdown tables from results: of layers and whole models at inference, of compilation, and of packages."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ python -m benchmarks.learning.experiments --corpus DIR --out DIR [--only layers 
 
 Every finished run is one CSV file in --out, until `benchmarks.learning.gather` adds it to the tables of its corpus. A
 run is skipped if its file is in --out, or if it is in a table of --done, so the same command continues after an
-interruption. A result in --out that is of another text is an error. Several processes with the same --out share
-the work, on one GPU or on several.
+interruption. A result of another text in --out is an error. Several processes with the same --out share the work,
+on one GPU or on several.
 """
 
 from __future__ import annotations

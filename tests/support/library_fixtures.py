@@ -1,4 +1,4 @@
-"""Packages, the C++ library and its programs. Each is built once per test run, also with several xdist workers."""
+"""Packages, the C++ library and its programs. xdist workers share them, so each is built at most once per test run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def model() -> nn.Module:
 
 
 def model_and_inputs() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """The model for `python -m mglu_ops export`, and one token, because `torch.export` takes a size of 1 for fixed."""
+    """The model for `python -m mglu_ops export`, and one token.
+
+    One token is the hard case, because `torch.export` takes a size of 1 for fixed.
+    """
     return model(), (torch.randn(1, 64),)
 
 
