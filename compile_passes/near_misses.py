@@ -29,7 +29,8 @@ _Form = tuple[Hashable, Hashable]  # the key of a weight, and the key of one of 
 
 _ITSELF = "itself"  # the key of the form that is the weight itself
 
-_Path = tuple[Node, ...]  # the nodes from a form to a tensor; the form's own node comes first if no rule knows it
+_Path = tuple[Node, ...]
+"""The nodes that compute a tensor from a form. The node that holds the form comes first if no rule knows that node."""
 
 
 @dataclass
@@ -140,7 +141,7 @@ def _is_real(node: Node) -> bool:
 
 
 def _forms_at(recogniser: Recogniser, node: Node, masked: frozenset[Hashable]) -> Iterator[_Form]:
-    """The forms that a node holds: a masked weight, the weight itself, or a function of the weight with its shape."""
+    """The forms that a node holds: a masked weight, the weight itself, or another function of it with its shape."""
     known = list(_known_forms(recogniser, recogniser.value(node)))
     if known:
         yield from known
