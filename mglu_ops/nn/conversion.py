@@ -73,7 +73,7 @@ def from_swiglu(
 
     Each layer's gate and up matrices, `W_g` and `W_u`, become one weight W:
 
-    | `init` | W | masks at first |
+    | `init` | W | initial masks |
     |---|---|---|
     | `magnitude` | elementwise, `W_g` or `W_u`, whichever has the larger magnitude | 1 where W is `W_g` |
     | `average` | `(W_g + W_u) / 2` | random |

@@ -63,7 +63,7 @@ def _classes(name: str, decoder_name: str | None = None) -> tuple[type[Any], typ
 
 
 def _plans(plan: dict[str, str], has_experts: bool) -> dict[str, dict[str, str]]:
-    """Make a configuration's parallel plans from the base's tensor-parallel plan, with MGLU in place of SwiGLU."""
+    """Make parallel plans from the tensor-parallel plan of a base configuration, with MGLU in place of SwiGLU."""
     own = {name: style for name, style in plan.items() if ".mlp." not in name}
     if "layers.*.mlp.gate_proj" in plan:
         own |= {"layers.*.mlp.mglu": "mglu_colwise", "layers.*.mlp.down_proj": "rowwise"}

@@ -151,7 +151,8 @@ def describe_stored_weights(model: nn.Module, config: Any) -> None:
     }
     stored = {module for module in layers.values() if module.weight_format != "dense"}
     formats = {(one.weight_format, one.activation_format) for one in stored if isinstance(one, MaskedLinear)}
-    # Down projections of experts have no activation format.
+    # Down projections of experts have no activation format, so they do not conflict with an MGLU layer of the same
+    # weight format.
     others = {one.weight_format for one in stored} - {weight_format for weight_format, _ in formats}
     quantized = sorted(formats | {(weight_format, "dense") for weight_format in others})
     if len(quantized) > 1:

@@ -62,7 +62,7 @@ def starts(call: Call, gpu: Gpu) -> list[LaunchConfig]:
 
 
 def neighbours(config: LaunchConfig, call: Call, gpu: Gpu) -> list[LaunchConfig]:
-    """Configurations one step of one setting away, or with as many warps but other `tiles` and `split_k`."""
+    """Return launches one step of one setting from `config`, or with as many warps in other `tiles` and `split_k`."""
     found = (_with_full_ring(other, call, gpu) for other in _steps(config))
     return [other for other in dict.fromkeys(found) if other != config and other.violation(call, gpu) is None]
 
