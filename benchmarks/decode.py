@@ -119,7 +119,7 @@ class Problem:
         n_masks: number of masks.
         dtype: dtype of x and of dense weights.
         weight_format: the format of the weights of MGLU and SwiGLU.
-        baselines: members of `BASELINES` to measure besides the read ceiling and the chosen backend.
+        baselines: members of `BASELINES` to measure besides the read ceiling, the chosen backend and `cuda`.
         tuned: also measure the naive layer and SwiGLU in the modes of torch.compile that take long to compile.
         settle_seconds: passed to `harness.measure`. With more than `MAX_SEPARATE_GEMM_TOKENS` tokens, it is at least
             `SETTLE_SECONDS`.

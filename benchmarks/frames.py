@@ -69,7 +69,7 @@ us, whole, ratio = form("{:.1f}"), form("{:.0f}"), form("{:.2f}x")
 
 
 def ms(time: float) -> str:
-    """Microseconds as milliseconds with three digits or more."""
+    """Microseconds as milliseconds: two decimals below 10 ms, and one above."""
     return form("{:.2f}" if time < 10_000 else "{:.1f}")(time / 1000)
 
 

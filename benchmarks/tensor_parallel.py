@@ -99,7 +99,7 @@ class Problem:
         }
 
     def layers_to_rotate(self, layer: nn.Module, ranks: int) -> int:
-        """The number of layers that a rank needs for `ROTATED_BYTES`, if each layer is divided between the ranks."""
+        """The number of layers, each divided between the ranks, through which a rank rotates (see `ROTATED_BYTES`)."""
         own = sum(t.nbytes for t in layer.state_dict().values()) / ranks
         if not self.experts:
             return int(ROTATED_BYTES // own) + 1

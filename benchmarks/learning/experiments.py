@@ -70,9 +70,9 @@ BEST = {n_masks: gained(SLOW, n_masks) for n_masks in (1, 2, 4, 8, 16)}
 LARGER = replace(SWIGLU, scale=round(level(1) / 2, 4))
 """SwiGLU whose product is multiplied by 1.58, so that it starts about as large as the sum of four masks."""
 SIZED = (SWIGLU, *masks(PAPER, (1, 4)), BEST[1], BEST[4], LARGER)
-"""The recipes that are trained at all sizes."""
+"""The recipes that are trained at the sizes 10M, 25M and 90M."""
 SIZED_EIGHT = (replace(PAPER, n_masks=8), BEST[8])
-"""The recipes with eight masks at all sizes. They take the longest, so the 90M models have only two seeds."""
+"""The recipes with eight masks at these three sizes. They take the longest, so the 90M models have only two seeds."""
 AGAIN = (
     *(replace(SLOW, top_k=k, weight_gain=round(level_gain(4, top_k=k), 4)) for k in (1, 2, 4)),
     *(

@@ -188,7 +188,7 @@ def _check_weight_gradients(
 
 @dataclass
 class Layer:
-    """The arguments of a layer with learned masks, `[..., in_features]`, and the gradient of its result."""
+    """The arguments of a layer with learned masks, with x `[..., in_features]`, and the gradient of its result."""
 
     x: Tensor
     weight: Tensor
