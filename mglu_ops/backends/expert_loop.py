@@ -102,7 +102,7 @@ def _backward(
 
 
 def _layer(given: Given, expert: int, rows: slice | Tensor, top_k: int) -> Given:
-    """Return the arguments of an expert's layer for its rows of the result. Each token has `top_k` rows there."""
+    """Return the arguments of an expert's layer for its rows of the result. Row r belongs to token `r // top_k`."""
     x = given.x[rows] if isinstance(rows, slice) else given.x[rows // top_k]
     return given.of_expert(expert, x, None if given.mask_weights is None else given.mask_weights[rows])
 

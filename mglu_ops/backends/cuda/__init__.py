@@ -209,7 +209,7 @@ class Cuda(Backend):
 
 
 def _most_tokens_on_chip(call: Call) -> int:
-    """Above this many tokens, GEMMs of cuBLAS beat the kernels that reread W for every 4, 8 or 16 tokens.
+    """Return the number of tokens above which GEMMs of cuBLAS beat kernels that reread W for every 4, 8 or 16 tokens.
 
     `tile_wgmma` beats both, so the limit does not apply to it. Measured in 16 bits on an H200
     (benchmarks/results/tokens.csv, routes.csv); float32 was not measured.

@@ -121,7 +121,7 @@ def _launch(call: Call, gpu: Gpu) -> Callable[[Call, Gpu], Plan] | None:
 
 
 def _plan(launch: Callable[[Call, Gpu], Plan], call_of: Callable[[int], Call], rows: int, gpu: Gpu) -> Plan:
-    """Return the plan of a launch in terms of the rows, the strides of x and mask weights, SMs and shared memory."""
+    """Return a launch's plan with variables for rows, strides of x and mask weights, SMs and shared memory."""
     call = call_of(Size(rows, "rows"))
     x, weights = call.x, call.mask_weights
     traced = replace(

@@ -94,7 +94,7 @@ def grouped_products_kernel(
     # Rows past the end are clamped to the last row, so loads need no mask for rows. The store has a mask.
     a_at = a_ptr + tl.minimum(row, end - 1).to(tl.int64)[:, None] * depth + k[None, :]
     if B_TRANSPOSED:
-        # Columns are clamped in the same way.
+        # Columns past the end are clamped to the last column too.
         b_row = tl.minimum(column, columns - 1) + expert.to(tl.int64) * columns
         b_at = b_ptr + b_row[None, :] * depth + k[:, None]
         b_step = BLOCK_K
