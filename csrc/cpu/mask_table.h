@@ -40,6 +40,6 @@ struct TableMasks {
 
     // Adds the products that mask v keeps to `sum`.
     MGLU_INLINE Vec add(int v, Vec sum, Vec product) const { return fma(product, load_mask<1>(bits + v, 0), sum); }
-    // Returns the sum of mask v, given its accumulator: here the same number; mask_table_and_shift.h halves some.
+    // Returns the sum of mask v, given its accumulator. Here they are equal; mask_table_and_shift.h halves some.
     MGLU_INLINE static Vec finished_sum(int, Vec sum) { return sum; }
 };

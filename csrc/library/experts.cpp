@@ -58,7 +58,7 @@ void check_ids(const Tensor& ids, const char* argument, const Tensor& x) {
     check_device("expert_ids", ids, x, argument);
 }
 
-// Runs the checks of one expert's layer, and adds "(of each expert)" to the messages of their errors.
+// Runs a check of one expert's layer. If the check throws, adds "(of each expert)" to the message.
 template <typename Check>
 auto check_one_expert(Check check) {
     try {

@@ -110,7 +110,7 @@ struct Options {
     std::vector<std::string> files;
 };
 
-// Parses a word as a number of at least 0, and throws if any character is left.
+// Parses a whole word as a number of at least 0, or throws.
 template <class Number>
 Number read_number(const std::string& name, const std::string& word) {
     std::istringstream stream(word);
