@@ -43,7 +43,7 @@ def swiglu_stacked(x: Tensor, both: Tensor) -> Tensor:
 
 
 class ComplementTrick(NaiveMGLU):
-    """MGLU with n_masks + 1 products: the value is the product with the whole weight minus the gate."""
+    """MGLU with n_masks + 1 products: `value = x W^T - gate`, where all masks share the product x W^T."""
 
     def forward(self, x: Tensor) -> Tensor:
         total = F.linear(x, self.weight)
@@ -52,7 +52,7 @@ class ComplementTrick(NaiveMGLU):
 
 
 class Baseline(NamedTuple):
-    """A function to run a layer, and the mode in which it is compiled."""
+    """A function that computes a layer, and the mode in which it is compiled."""
 
     name: str
     function: Callable[..., Tensor]

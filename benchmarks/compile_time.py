@@ -1,7 +1,7 @@
 """Times the compilation of models with and without the fusion pass, and the pass alone.
 
-One model is a stack of MGLU layers. The pass must hardly slow down the others, which have no MGLU layers: chains of
-elementwise operators, a Llama, a UNet, a ResNet, and layers with masked activations.
+One model is a stack of MGLU layers. The other models have no MGLU layers, and the pass must hardly slow down their
+compilation: chains of elementwise operators, a Llama, a UNet, a ResNet, and layers with masked activations.
 
 python -m benchmarks.compile_time --out benchmarks/results
 """
@@ -96,7 +96,7 @@ def time_of_pass(graph: Graph, layers: int, may_report: bool = False) -> float:
     copy, report = Graph(graph.owning_module), FusionReport()
     copy.output(copy.graph_copy(graph, {}))
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message="mglu_ops")  # a failure of the pass is only a warning
+        warnings.filterwarnings("error", message="mglu_ops")  # otherwise, a failure of the pass only warns
         gc.disable()
         try:
             start = time.thread_time()

@@ -115,7 +115,7 @@ def error_of(variant: Variant, layers: Layers) -> float:
 
 
 def times_of(variants: list[Variant], count: int, seconds: float) -> dict[str, list[float]]:
-    """Microseconds of every call. Variants take turns, each for `seconds` and for at least `MIN_ROUNDS` rounds."""
+    """Microseconds of every call. Variants take turns until each has had `seconds` and `MIN_ROUNDS` rounds."""
     times: dict[str, list[float]] = {variant.name: [] for variant in variants}
     i, running = 0, variants
     while running:

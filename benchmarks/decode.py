@@ -41,8 +41,8 @@ SHAPES = ((14336, 4096), (8192, 2048))
 BACKENDS = ("cuda", "triton", "composite")
 BASELINES = ("naive", "swiglu", "triton", "composite")
 MAX_AUTOTUNED_MASKS = 4
-"""max-autotune is measured up to this number of masks. With more masks it compiles for minutes. With many tokens it
-chooses torch's GEMMs, as the default mode does."""
+"""max-autotune is measured for one token and up to this number of masks. With more masks it compiles for minutes. With
+many tokens it chooses torch's GEMMs, as the default mode does."""
 
 
 def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
@@ -64,7 +64,7 @@ def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
 
 
 def naive_variants(layers: Layers, tuned: bool) -> list[Variant]:
-    """The naive layer. `tuned` adds the modes of torch.compile that compile for long.
+    """The naive layer. `tuned` adds the modes of torch.compile that take long to compile.
 
     Unpacked masks are larger than packed ones, so fewer layers are measured: just enough to exceed a gigabyte.
     """
@@ -86,7 +86,7 @@ def naive_variants(layers: Layers, tuned: bool) -> list[Variant]:
 
 
 def swiglu_variants(layers: Layers, tuned: bool) -> list[Variant]:
-    """SwiGLU. `tuned` adds the modes of torch.compile that compile for long.
+    """SwiGLU. `tuned` adds the modes of torch.compile that take long to compile.
 
     A SwiGLU layer takes the weights of two MGLU layers.
     """
@@ -119,8 +119,8 @@ class Problem:
         n_masks: number of masks.
         dtype: dtype of x and of dense weights.
         weight_format: the format of the weights of MGLU and SwiGLU.
-        baselines: members of `BASELINES` to measure besides the read ceiling and the chosen backend.
-        tuned: also compile the naive layer and SwiGLU in the modes of torch.compile that compile for long.
+        baselines: members of `BASELINES` to measure besides the read ceiling, the chosen backend and `cuda`.
+        tuned: also measure the naive layer and SwiGLU in the modes of torch.compile that take long to compile.
         settle_seconds: passed to `harness.measure`. With more than `MAX_SEPARATE_GEMM_TOKENS` tokens, it is at least
             `SETTLE_SECONDS`.
     """

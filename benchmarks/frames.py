@@ -69,7 +69,7 @@ us, whole, ratio = form("{:.1f}"), form("{:.0f}"), form("{:.2f}x")
 
 
 def ms(time: float) -> str:
-    """Microseconds as milliseconds with three digits or more."""
+    """Microseconds as milliseconds: two decimals below 10 ms, and one above."""
     return form("{:.2f}" if time < 10_000 else "{:.1f}")(time / 1000)
 
 
@@ -122,7 +122,7 @@ def markdown(head: Iterable[object], lines: Iterable[Sequence[object]]) -> str:
 def grid(corner: str, cells: pd.DataFrame | Mapping[str, pd.Series]) -> str:
     """A Markdown table of a frame, or of columns by name. The levels of the index are the first columns.
 
-    `corner` is the heading of the first column. An int as a name of a column is a number of masks.
+    `corner` is the heading of the first column. A column whose name is an int is for this number of masks.
     """
     cells = pd.DataFrame(cells)
     levels = ["n_m" if name == "n_masks" else name for name in cells.index.names[1:]]

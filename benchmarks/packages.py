@@ -1,4 +1,4 @@
-"""Times layers of exported packages, called by torch's proxy executor or the shim, or compiled into the package.
+"""Times layers of exported packages, called by torch's proxy executor or compiled into the package.
 
 python -m benchmarks.packages --out benchmarks/results [--device cuda]
 """
@@ -26,7 +26,6 @@ PROTOCOL = (
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     "proxy executor": {},
-    "shim": {"shim": True},
     "composite, in the package": {"backend": "composite"},
 }
 """Name of a variant -> its arguments to `mglu_ops.export`."""

@@ -104,7 +104,7 @@ class Fp8Linear(nn.Module):
     """A linear layer without bias whose weight is in fp8 with one scale per row.
 
     It runs in the fastest way that plain torch has for inference. One token is multiplied by the decoded weight, and
-    torch.compile fuses the decoding. More tokens are rounded to fp8.
+    torch.compile fuses the decoding. Several tokens are rounded to fp8, unless they are in float64.
     """
 
     def __init__(self, weight: Tensor) -> None:

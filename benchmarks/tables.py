@@ -1,4 +1,4 @@
-"""Makes the Markdown tables of layers and whole models at inference, of compilation and of packages from results."""
+"""Makes Markdown tables from results: of layers and whole models at inference, of compilation, and of packages."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def formats(rows: pd.DataFrame) -> Iterator[str]:
 def activations(rows: pd.DataFrame) -> Iterator[str]:
     """Layers with x in fp8: microseconds, two ratios to cuBLAS, and the speed-up over the same layer with 16-bit x.
 
-    Each ratio divides our time by that of n_masks + 1 fp8 GEMMs. The GEMMs of the first ratio promote their sums to
+    Each ratio divides our time by the time of n_masks + 1 fp8 GEMMs. The GEMMs of the first ratio promote their sums to
     float32, as our kernels do. The GEMMs of the second ratio use fast accumulation. Layers in `fp8_block` are
     compared with the GEMMs of `fp8_row`.
     """

@@ -89,7 +89,7 @@ class Problem:
         return f"{self.work}{stored}" + (f", {self.experts} experts" if self.experts else "")
 
     def divisions(self, ranks: int) -> dict[str, Any]:
-        """The plan for `parallelize_module` of each way to divide the layer, by name."""
+        """Name of a way to divide the layer -> its plan for `parallelize_module`."""
         if not self.experts:
             return {f"{ranks} ranks": {"mglu": ColwiseMGLU(), "down_proj": RowwiseParallel()}}
         return {
@@ -99,7 +99,7 @@ class Problem:
         }
 
     def layers_to_rotate(self, layer: nn.Module, ranks: int) -> int:
-        """The number of layers that a rank needs for `ROTATED_BYTES`, if each layer is divided between the ranks."""
+        """The number of layers, each divided between the ranks, through which a rank rotates (see `ROTATED_BYTES`)."""
         own = sum(t.nbytes for t in layer.state_dict().values()) / ranks
         if not self.experts:
             return int(ROTATED_BYTES // own) + 1

@@ -40,7 +40,7 @@ TOKENS = 8192
 MASKS = (1, 4)
 LOADS = ("balanced", "zipf")
 CHECKED_ROWS = 256
-"""Most rows to compare with float64 in each of two experts: the first and the last expert that have rows."""
+"""Maximum number of rows that are compared with float64, in the first and in the last expert that has rows."""
 PROTOCOL = (
     "calls between two events, variants in turns whose order changes; a turn repeats its call for 60 ms and is then "
     "timed for 60 ms or one call; median over 5 to 9 rounds, us per forward and backward; gradients dropped before "
@@ -120,7 +120,7 @@ class NaiveExperts(nn.Module):
 
 
 class ExpertsByComplement(NaiveExperts):
-    """Experts with n_masks + 1 products: the value is the product with the whole weight minus the gate."""
+    """Experts with n_masks + 1 products: `value = x W^T - gate`, where all masks share the product x W^T."""
 
     def forward(self, x: Tensor) -> Tensor:
         total = self.product(x, self.weight)

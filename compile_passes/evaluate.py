@@ -151,10 +151,9 @@ _ARITHMETIC = frozenset(
 )
 
 _LOGIC = frozenset({"eq", "ne", "lt", "le", "gt", "ge", "logical_not", "logical_xor", "not"})
-"""Symbols of operations on a mask, or on a mask and a number, whose result is a function of that mask.
+"""Symbols of comparisons and logical operations, whose result counts as a function of the operand, as in `_ARITHMETIC`.
 
-An operation that turns another tensor into a mask, such as `round` of a sigmoid, is neither in `_ARITHMETIC` nor in
-`_LOGIC`, because its result is the mask itself and not a function of a mask.
+An operation that makes a mask, such as `round` of a sigmoid, is in neither set: its result counts as the mask itself.
 """
 
 Role = tuple[Hashable, Hashable]

@@ -46,8 +46,8 @@ def fuse_exported(
 
     Masks that are functions of parameters, buffers and constants are packed now, and tensors that only the packing
     needs (mask logits, float masks) are dropped. The values of a constant float mask prove that it is binary.
-    Training operators that layers of `mglu_ops.nn` have called are replaced as well: `mglu::forward_ste` by packing and
-    `mglu::forward`, and `mglu::grouped_forward_ste` of experts by packing and `mglu::grouped_forward`.
+    The training operators, which layers of `mglu_ops.nn` call, are replaced too: `mglu::forward_ste` by `mglu::forward`
+    with packed masks, and `mglu::grouped_forward_ste` (for experts) by `mglu::grouped_forward`.
 
     Args:
         program: the result of `torch.export.export`, traced with or without `no_grad`; it is not changed.

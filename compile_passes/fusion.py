@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch._inductor.config as inductor_config
 from torch import Tensor
+from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule, Node
 
@@ -21,11 +22,11 @@ from mglu_ops import formats, given, notices, ops
 
 from .evaluate import Evaluation
 from .memory import Memory, Surroundings
-from .near_misses import find_near_misses, is_part_of_a_split_graph, lacks_its_mask, split_layers
+from .near_misses import find_near_misses
 from .prepare import inline_no_grad, record_examples
 from .proof import Layer, check, spelled
 from .recognise import Recogniser
-from .report import SPLIT_BY_DDP, FusionReport, SiteReport, layers_present, line, report_at
+from .report import FusionReport, SiteReport, layers_present, line, report_at
 from .rewrite import Replacement, replacement, rewrite
 from .shapes import example, tensor_example
 from .sites import Refusal, Site, find_sites, interior, parts_of
@@ -74,6 +75,8 @@ def fuse_graph(
             stacklevel=2,
         )
     report.graphs += 1
+    # Dynamo's DDP optimiser compiles each part of a graph separately, so that a layer's mask may be in another part.
+    report.is_split |= getattr(TracingContext.try_get(), "ddp_optimizer_ctx", None) is not None
     present = layers_present(graph)
     try:
         with _no_new_guards(graph), calls_read_once():
@@ -133,28 +136,29 @@ def _fuse(
     if made:
         rewrite(view, made)
     report.errors.extend(recogniser.errors)
-    report.is_split |= is_part_of_a_split_graph()
     return fused, missed
 
 
 def _replacements(
     recogniser: Evaluation, graph: Graph, assume_binary: bool, surroundings: Surroundings | None
 ) -> tuple[list[Replacement], list[SiteReport]]:
-    """Insert nodes that replace the layers of a graph, without readers yet. Returns the replacements and the misses."""
+    """Insert the nodes that will replace the layers of a graph; no node reads them yet.
+
+    Returns:
+        The replacements, and the reports of the missed layers.
+    """
     view = recogniser.view
     sites = find_sites(view.graph, recogniser)
     spellings = [interior(recogniser, site) for site in sites]
     in_sites = {node for spelling in spellings for node in spelling}
-    is_split = is_part_of_a_split_graph()
-    near = {} if is_split else find_near_misses(recogniser, in_sites)
-    missed = split_layers(recogniser, in_sites) if is_split else []
+    near = find_near_misses(recogniser, in_sites)
+    missed = []
     if sites and surroundings is not None:
         surroundings.tell(view.memory, graph.owning_module)
     replaced: dict[Node, Replacement] = {}
     for site in sites:
         _, refused = _fuse_site(recogniser, site, assume_binary, replaced)
         for part, reason in refused:
-            reason = SPLIT_BY_DDP if lacks_its_mask(part) else reason
             missed.append(_describe(part, reason=reason, before=tuple(map(line, interior(recogniser, part)))))
             for projection in part.projections:
                 near.pop(recogniser.key(projection.weight), None)

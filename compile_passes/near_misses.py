@@ -11,19 +11,16 @@ activation, not as a weight.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from torch._guards import TracingContext
 from torch.fx import Node
 
 from .recognise import Recogniser
-from .report import SPLIT_BY_DDP, SiteReport, missed_at
-from .shapes import dims, dtype_of, is_like, repeated, sources, submodule, tensor_example
-from .sites import Site
+from .report import SiteReport, missed_at
+from .shapes import dims, dtype_of, is_like, repeated, submodule, tensor_example
 from .symbols import READS_NO_VALUES, symbol_of, value_users
-from .values import Activated, Binary, Bundle, Gated, Levels, Product, Value, Weighted, first_of, projection_of
+from .values import Activated, Binary, Bundle, Gated, Levels, Product, Value, Weighted, projection_of
 from .view import opaque, overwritten
 
 _FARTHEST = 8  # the most nodes between a masked weight and the product with x: casts, transposes, stacks, ...
@@ -32,7 +29,8 @@ _Form = tuple[Hashable, Hashable]  # the key of a weight, and the key of one of 
 
 _ITSELF = "itself"  # the key of the form that is the weight itself
 
-_Path = tuple[Node, ...]  # the nodes from a form to a tensor; the form's own node comes first if no rule knows it
+_Path = tuple[Node, ...]
+"""The nodes that compute a tensor from a form. The node that holds the form comes first if no rule knows that node."""
 
 
 @dataclass
@@ -45,7 +43,7 @@ class _Weight:
 
 
 def find_near_misses(recogniser: Recogniser, found: set[Node]) -> dict[Hashable, SiteReport]:
-    """The near misses of a graph, by the key of the weight. `found` has the nodes of layers, which do not count."""
+    """The near misses of a graph, by the key of the weight. `found` has the nodes of the layers, which are skipped."""
     misses = {}
     for key, weight in _weights(recogniser, found).items():
         is_multiplied = any(len(forms) > 1 for forms in weight.by_x.values())
@@ -90,7 +88,8 @@ def _carried_on(
 ) -> dict[_Form, _Path]:
     """The forms that a node passes on to its users.
 
-    The paths of forms end at a product with x. The product is recorded in `weights`, unless it is in `noted`.
+    A form is not passed on by a product with x. Such a product is recorded in `weights`, unless it is in `noted`: the
+    nodes of layers, and the products that are already recorded.
     """
     passed: dict[_Form, _Path] = {}
     if symbol_of(node) in READS_NO_VALUES or _has_a_body(node):
@@ -142,7 +141,7 @@ def _is_real(node: Node) -> bool:
 
 
 def _forms_at(recogniser: Recogniser, node: Node, masked: frozenset[Hashable]) -> Iterator[_Form]:
-    """The forms that a node holds: a masked weight, the weight itself, or a function of the weight with its shape."""
+    """The forms that a node holds: a masked weight, the weight itself, or another function of it with its shape."""
     known = list(_known_forms(recogniser, recogniser.value(node)))
     if known:
         yield from known
@@ -267,38 +266,3 @@ def _reading(recogniser: Recogniser, node: Node) -> str:
     dtype = dtype_of(node)
     kind = f" ({str(dtype).removeprefix('torch.')})" if dtype is not None else ""
     return f"`{node.name}`{kind} reads {what} by `{node.name if node.target is opaque else operation}`"
-
-
-# --- Layers in graphs that Dynamo's DDP optimiser has split -----------------------------------------------------------
-
-# Under `DistributedDataParallel` (DDP), Dynamo splits a graph wherever the parameters read so far fill a bucket of
-# gradients. It compiles each part separately, so that a bucket is sent while the backward pass of earlier parts runs.
-# A split can come before any node that reads a parameter, even inside a layer. Then a part may have a gate without its
-# value, or a layer whose mask is an input, computed by another part. The report says that the graph was split.
-
-
-def is_part_of_a_split_graph() -> bool:
-    """True if the graph being compiled is a part of a graph that Dynamo's DDP optimiser has split."""
-    return getattr(TracingContext.try_get(), "ddp_optimizer_ctx", None) is not None
-
-
-def lacks_its_mask(site: Site) -> bool:
-    """True if a mask of a layer is computed in another part, so that this graph cannot prove it to be binary."""
-    masks: list[Any] = [projection.factor.mask.bits for projection in site.projections if projection.factor is not None]
-    products = [projection.weight for projection in site.projections if isinstance(projection.weight, Product)]
-    masks += [factor for product in products for factor in (product.a, product.b)]
-    return is_part_of_a_split_graph() and any(map(_comes_from_another_part, set().union(*map(sources, masks))))
-
-
-def _comes_from_another_part(node: Node) -> bool:
-    return node.op == "placeholder" and getattr(node, "_dynamo_source", node) is None
-
-
-def split_layers(recogniser: Recogniser, found: Collection[Node]) -> list[SiteReport]:
-    """A miss for each masked weight that belongs to no layer of this part; `found` has the nodes of the layers."""
-    misses: dict[Any, SiteReport] = {}
-    for node in recogniser.view.graph.nodes:
-        value = first_of(recogniser.value(node))
-        if isinstance(value, Weighted) and value.factor is not None and node not in found:
-            misses.setdefault(recogniser.key(value.weight), missed_at(node, SPLIT_BY_DDP))
-    return list(misses.values())

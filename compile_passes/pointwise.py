@@ -44,7 +44,7 @@ _MOST_RESULTS = 4096
 
 
 def evaluate(node: Node, operands: Mapping[Node, Operand], dtype: torch.dtype) -> Result | None:
-    """Evaluate an elementwise node on `operands`, which all have the same length or are numbers.
+    """Evaluate an elementwise node on `operands`, which all have the same number of values, or only one.
 
     Returns:
         The values and slopes. None if a value is not finite, if the result does not have `dtype` (the dtype of the

@@ -226,7 +226,7 @@ def _why_different(recogniser: Recogniser, a: Node, b: Node) -> str:
 
 
 def _check_weight_scale(site: Site) -> float:
-    """The number c that multiplies all masked weights: each weight is multiplied by 0 or c, and not by 0 or 1."""
+    """The number c that scales all masked weights: the program multiplies by 0 and c instead of by 0 and 1."""
     scales = {scale_of(projection.factor) for projection in site.projections if projection.factor is not None}
     if len(scales) > 1:
         numbers = ", ".join(f"{scale:g}" for scale in scales)

@@ -21,8 +21,9 @@ from .symbols import as_call
 
 SPLIT_BY_DDP = (
     "DistributedDataParallel splits a graph wherever a bucket of gradients is full. A layer whose gate, value and mask "
-    "lie in several parts is not fused: set torch._dynamo.config.optimize_ddp = False before compiling, or use "
-    "mglu_ops.nn.MGLU, which is one operator and cannot be split"
+    "lie in several parts is not fused, and a reason above may name only what one part lacks: set "
+    "torch._dynamo.config.optimize_ddp = False before compiling, or use mglu_ops.nn.MGLU, which is one operator and "
+    "cannot be split"
 )
 AT_EACH_CALL = "at each call"
 WHEN_COMPILED = "when compiled"

@@ -311,7 +311,7 @@ def _is_folded(recogniser: Recogniser, node: Node) -> bool:
 
 
 def _whole_logits(recogniser: Recogniser, layer: Layer) -> Node | None:
-    """The tensor L `[n_masks, ...]` such that mask i of the gate is `L[i] > 0` for every i; None without one."""
+    """The tensor L `[n_masks, ...]` such that mask i of the gate is `L[i] > 0` for every i; None if there is none."""
     if any(mask.logits is None or complement for mask, complement in layer.masks):
         return None
     sources: list[Slice] = [(mask.logits, mask.index) for mask, _ in layer.masks if mask.logits is not None]

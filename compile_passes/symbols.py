@@ -154,8 +154,8 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "mul", _TWO, _elementwise("mul", *products)
     quotients = (operator.truediv, operator.itruediv, torch.true_divide, "true_divide", "__truediv__")
     yield "div", f"{_TWO}, rounding_mode==None", _elementwise("div", *quotients)
-    # `add` and `sub` with a factor, and `div` with a rounding mode. Only `masks.pointwise` knows these symbols, because
-    # it runs the calls and need not interpret the arguments.
+    # `add` and `sub` with a factor, and `div` with a rounding mode. Of the rules, only `masks.pointwise` knows these
+    # symbols, because it runs the calls and need not interpret the arguments.
     yield "scaled_add", f"{_TWO}, alpha", _elementwise("add")
     yield "scaled_sub", f"{_TWO}, alpha", _elementwise("sub", torch.subtract, "subtract")
     yield "rounded_div", f"{_TWO}, rounding_mode", _elementwise("div")

@@ -5,11 +5,11 @@ as `w`. In the view each node holds one value, as in static single assignment fo
 
 A graph without writes is its own view. Otherwise the view is a copy:
 
-- A write to a tensor that the graph itself has made (`y += term`, `silu(inplace=True)`, `w[M] = 0`) becomes a function
-  of the tensor's old value, if all of the new value is known. Later nodes read the result of the function. The rules
-  need not know that the node writes.
-- After any other write, a later read of the tensor, or of a tensor that shares its memory, becomes a read of a new
-  node, about which nothing is known (`overwritten`).
+- If `_writes_a_function` is True for a write to a tensor that the graph itself has made (`y += term`,
+  `silu(inplace=True)`, `w[M] = 0`), the write becomes a function of the tensor's old value, and later nodes read the
+  result of the function. The rules need not know that the node writes.
+- After any other write, such as a write to an input, later reads of the tensor become reads of a new node, about which
+  nothing is known (`overwritten`). After every write, so do later reads of other tensors that share the memory.
 
 The view also knows which original tensors hold its values. `holders` names the original node with the tensor, and
 `overwriter` finds the write after which the tensor holds another value. `write_back` applies the changes of the view to

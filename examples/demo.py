@@ -90,7 +90,7 @@ def variants_of(layer: nn.Module, exact: Tensor, x: Tensor, calls: Mapping[str, 
 
 @torch.no_grad()
 def time_layer(out_features: int, in_features: int, device: torch.device) -> None:
-    """Print the time of a layer for one token, as SwiGLU and as MGLU with 1 and 4 masks, and its error.
+    """Print the time and the error of a layer for one token, as SwiGLU and as MGLU with 1 and 4 masks.
 
     Raises:
         SystemExit: a frozen layer differs from float64 by more than the error budget.
@@ -259,7 +259,7 @@ def gradients(model: nn.Module, logits: Tensor, following: Tensor) -> dict[str, 
 
 
 def largest(errors: Iterable[float]) -> float:
-    """The largest error, or NaN if any error is NaN, which `max` may ignore."""
+    """The largest error, or NaN if any error is NaN (Python's `max` may skip NaN)."""
     return torch.tensor(list(errors)).max().item()
 
 

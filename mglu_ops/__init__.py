@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .masks import check_packed_masks
     from .nn import dequantize, freeze, quantize
     from .packaging.export import export
-    from .packaging.library import build_runtime, load_library
+    from .packaging.library import build_runtime
     from .packaging.load import load, load_weights
     from .packaging.seal import PackageError
     from .passes import disable_fusion, enable_fusion, fuse, fusion, fusion_report
@@ -37,7 +37,6 @@ __all__ = [
     "fusion_report",
     "is_batch_invariant_mode_enabled",
     "load",
-    "load_library",
     "load_weights",
     "nn",
     "ops",
@@ -51,7 +50,7 @@ _NAMES_OF = {
     "masks": ("check_packed_masks",),
     "nn": ("dequantize", "freeze", "quantize"),
     "packaging.export": ("export",),
-    "packaging.library": ("build_runtime", "load_library"),
+    "packaging.library": ("build_runtime",),
     "packaging.load": ("load", "load_weights"),
     "packaging.seal": ("PackageError",),
     "passes": ("disable_fusion", "enable_fusion", "fuse", "fusion", "fusion_report"),

@@ -11,14 +11,14 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from . import __version__, bench, build, notices, params, passes
+from . import __version__, bench, build, notices, passes
 from .errors import UserError
 from .packaging import command as packaging
 from .tuning import command as tuning
 
 PROG = "python -m mglu_ops"
 
-COMMANDS = (passes, packaging, build, tuning, bench, params)
+COMMANDS = (passes, packaging, build, tuning, bench)
 """The modules of the commands. The function `add_parser(subparsers)` of a module adds the command's parser and sets the
 parser's default `run`: a function that takes the parsed options, runs the command and returns the exit code."""
 

@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _share(folder: Path, is_new: bool) -> None:
-    """Let all users read the kernels in a folder, since it may become part of an image.
+    """Let all users read the kernels in a folder, since the folder may become part of a container image.
 
     A folder that is not new keeps its mode.
     """

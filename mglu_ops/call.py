@@ -297,11 +297,11 @@ class Call:
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        """The shape of the result. Not for `experts_down`, whose result has one row for all experts of a token."""
+        """The shape of the result, of all operators but `experts_down`, whose result has one row per token."""
         return (*self.leading, self.out_features)
 
     def bytes_of_columns(self, columns: int) -> int:
-        """The bytes that one row of the weight and of all masks takes in `columns` columns, a multiple of 8."""
+        """The bytes of `columns` columns of one row of the weight and of all masks. `columns` is a multiple of 8."""
         return columns // 8 * (self.weight.bits + self.n_masks)
 
     def __str__(self) -> str:

@@ -112,7 +112,7 @@ def explain_dispatch(*args: Any, **kwargs: Any) -> Choice:
 
 
 def _in_order(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments in the order of a schema. Raises TypeError if one is missing or unknown."""
+    """Return the arguments in the order of a schema. Raises TypeError if an argument is missing or unknown."""
     names = [argument.name for argument in schema.arguments]
     found = {**dict(zip(names, args, strict=False)), **kwargs}
     missing = [one.name for one in schema.arguments if one.name not in found and not one.has_default_value()]

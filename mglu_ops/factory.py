@@ -64,7 +64,7 @@ def load_factory(name: str) -> Callable[[], Any]:
 
 
 def describe(error: BaseException) -> str:
-    """An exception of the user's code in one line: its type, its message's first line, and the file and line."""
+    """An exception of the user's code in one line: its type, its message's first line, and where it was raised."""
     words = str(error).strip().partition("\n")[0]
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if frame.filename != __file__ and "importlib" not in frame.filename]

@@ -51,7 +51,7 @@ class WeightFormat:
         scale_dtype: the dtype of the scales; None without scales.
         rows: the number of rows that share a scale.
         columns: the number of columns that share a scale; None for a whole row.
-        largest: the largest stored number. `quantize` maps the largest weight that shares a scale to this number.
+        largest: the largest stored number. `quantize` maps the largest of the weights with one scale to this number.
         packed: the number of neighbouring weights in one element of the stored weight.
     """
 

@@ -94,7 +94,7 @@ class Given(NamedTuple):
             "mask_weights": 0 if mask_weights is None else mask_weights.data_ptr(),
             "weight_scale": 0 if scale is None else scale.data_ptr(),
             "expert_ids": 0 if routing is None else routing.data_ptr(),
-            "items": 0,  # replaced by the address of a table, if the kernel reads one that an earlier launch writes
+            "items": 0,  # for kernels that read a table of items, replaced by the table's address
             "out": out.data_ptr(),
         }
 

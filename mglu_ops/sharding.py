@@ -354,7 +354,8 @@ def _register(op: Any, rule: Callable[..., list[Option]], first_option: int | No
     register_sharding(op)(rule)
     if first_option is not None:
         # DTensor caches a rule's result by the placements of the tensors and by the arguments from `first_option` on.
-        # `register_sharding` assumes the position of the first integer argument, and would ignore `needs` of backward.
+        # `register_sharding` assumes that the first integer argument is the first such argument, and so would ignore
+        # `needs` of backward.
         propagator.op_to_schema_info[op] = RuntimeSchemaInfo(first_option, needs_pytree=True)
 
 

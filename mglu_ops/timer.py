@@ -30,7 +30,7 @@ def milliseconds(
     Args:
         variants: the functions to time, by name.
         device: the device to wait for before and after each measurement.
-        rounds: measurements of each variant, after one more for warm-up.
+        rounds: measurements of each variant. One more measurement, for warm-up, precedes them and is not counted.
         calls: calls in one measurement.
     """
     samples: dict[str, list[float]] = {name: [] for name in variants}

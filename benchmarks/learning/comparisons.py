@@ -86,7 +86,7 @@ def losses_of(found: pd.DataFrame, measure: str = "held_out") -> dict[Recipe, pd
 
 
 class Study:
-    """The losses of the runs with a corpus, and for each size of model their standard deviation between seeds.
+    """The losses of the runs on a corpus, and for each size of model their standard deviation between seeds.
 
     The losses are in nats per token for the corpus `python`, and in nats per byte for other corpora. Names of layers in
     `texts` omit the megabytes, which grow with the model. For other corpora than `python` and `texts`, `deviations`

@@ -298,8 +298,8 @@ def prepare(
     Args:
         out: the folder.
         kinds: keys of SUFFIXES; None for `python`, or for every file in `text` that is UTF-8 text.
-        text: a folder to read instead. With `kinds`, the packages of a kind are in the subfolder with its name; kinds
-            without a subfolder are read where they are installed.
+        text: a folder to read instead of the installed text. With `kinds`, the packages of a kind are in the subfolder
+            with its name; kinds without a subfolder are read where they are installed.
         vocabulary: the size of the vocabulary; `BYTES` if each byte is a token.
         megabytes: the most training text of a kind, in 10^6 bytes; more text is subsampled at random.
         debian: the folder in which the Debian packages of `rfc` and `c` are unpacked.

@@ -63,7 +63,7 @@ def cost(recipe: Recipe, device: str = "cuda", compiled: bool = True) -> float:
 
 
 def measure(recipes: Iterable[Recipe], out: Path, resume: bool = False) -> None:
-    """Write `learning_cost.csv` into a folder, with one row for recipes whose steps run the same kernels.
+    """Write `learning_cost.csv` into a folder, with one row for all recipes whose steps run the same kernels.
 
     Args:
         recipes: the recipes.

@@ -4,8 +4,8 @@ python -m benchmarks.learning.experiments --corpus DIR --out DIR [--only layers 
 
 Every finished run is one CSV file in --out, until `benchmarks.learning.gather` adds it to the tables of its corpus. A
 run is skipped if its file is in --out, or if it is in a table of --done, so the same command continues after an
-interruption. A result in --out that is of another text is an error. Several processes with the same --out share
-the work, on one GPU or on several.
+interruption. A result of another text in --out is an error. Several processes with the same --out share the work,
+on one GPU or on several.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def seeds(recipes: Iterable[Recipe], numbers: Iterable[int] = SEEDS) -> list[Rec
 
 
 def level(n_masks: int) -> float:
-    """The factor with which a sum over random masks starts as large as the sum over four masks (see `level_gain`)."""
+    """The factor with which a sum over `n_masks` random masks starts as large as over four (see `level_gain`)."""
     return round(level_gain(n_masks) ** 2, 4)
 
 
@@ -70,9 +70,9 @@ BEST = {n_masks: gained(SLOW, n_masks) for n_masks in (1, 2, 4, 8, 16)}
 LARGER = replace(SWIGLU, scale=round(level(1) / 2, 4))
 """SwiGLU whose product is multiplied by 1.58, so that it starts about as large as the sum of four masks."""
 SIZED = (SWIGLU, *masks(PAPER, (1, 4)), BEST[1], BEST[4], LARGER)
-"""The recipes that are trained at all sizes."""
+"""The recipes that are trained at the sizes 10M, 25M and 90M."""
 SIZED_EIGHT = (replace(PAPER, n_masks=8), BEST[8])
-"""The recipes with eight masks at all sizes. They take the longest, so the 90M models have only two seeds."""
+"""The recipes with eight masks at these three sizes. They take the longest, so the 90M models have only two seeds."""
 AGAIN = (
     *(replace(SLOW, top_k=k, weight_gain=round(level_gain(4, top_k=k), 4)) for k in (1, 2, 4)),
     *(

@@ -281,7 +281,7 @@ class Recipe:
 
 
 def drawn_apart(make: Projection) -> Projection:
-    """Give each projection a random generator of its own, so that later random numbers do not depend on it."""
+    """Give each projection a random generator of its own, so that later random numbers do not depend on its kind."""
 
     def projection(hidden: int, intermediate: int) -> nn.Module:
         seed = int(torch.randint(2**62, (), device="cpu"))

@@ -4,8 +4,8 @@ python -m benchmarks.learning.train --corpus DIR --out DIR [--layer mglu] [--n-m
 
 The optimiser is AdamW with the paper's betas, epsilon, weight decay, clipping of gradients, warm-up over a tenth of the
 steps and cosine decay to a tenth of the rate. A run writes a checkpoint every two minutes, and when it stops after
-`--seconds`. The same command resumes from the checkpoint. On a CPU, the result is then bit for bit the result without
-the stop. On a GPU it is not, because the backward pass of attention adds in no fixed order.
+`--seconds`. The same command resumes from the checkpoint. On a CPU, a run that was stopped gives the same bits as a run
+without a stop. On a GPU it does not, because the backward pass of attention adds in no fixed order.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def run(
     compiled: bool = True,
     keeps_weights: bool = False,
 ) -> bool:
-    """Train, and write `NAME.csv` into a folder; return whether the run is finished.
+    """Train, and write `NAME.csv` into a folder, where NAME is `recipe.name`. Return whether the run is finished.
 
     A recipe with a `start` first trains its teacher, or waits for the process that trains it, unless the folder has the
-    teacher's weights, `NAME.weights`. Processes that share a folder never train the same run at once.
+    teacher's `NAME.weights`. Processes that share a folder never train the same run at once.
 
     Args:
         recipe: what to train.

@@ -127,7 +127,7 @@ def _weights(recogniser: Recogniser, projection: Projection) -> set[Hashable]:
 
 
 def scaled(value: Value, factor: float | None) -> Value:
-    """A number times a term, a factor of a term, or every item of a bundle."""
+    """Multiply a term, a factor of a term, or every item of a bundle by a number; None for other values."""
     if factor is None or factor == 0:
         return None
     if isinstance(value, Bundle):
@@ -148,7 +148,7 @@ def _scaled(part: _Part, factor: float) -> _Part | None:
 
 
 def _weighted(value: Value, part: Any, weight: Any, node: Node) -> Value:
-    """A part of the layer times a mask weight: one number, or one per token. A stack may have one for each mask."""
+    """A part of the layer times a mask weight: one number, or one per token. A stack may have one weight per mask."""
     projection = values.projection_of(value)
     if not isinstance(weight, Node) or projection is None or not same_shape(node, part):
         return None

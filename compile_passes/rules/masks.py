@@ -193,7 +193,7 @@ def of_levels(recogniser: Recogniser, node: Node, values: Sequence[Number]) -> V
 
 
 def _rounding_errors(rounding: float) -> tuple[float, ...]:
-    """The errors to try in a mask's value 1, if the mask has rounding errors of machine epsilon `rounding`."""
+    """The errors to try at M = 1, if the mask is computed with rounding errors of machine epsilon `rounding`."""
     return (2 * rounding, -2 * rounding) if rounding else ()
 
 
@@ -319,7 +319,8 @@ def joined_masks(recogniser: Recogniser, node: Node, call: Call) -> Value:
 def comparison(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`logits > 0`, which is a mask, and `logits <= 0`, which counts as its complement.
 
-    For NaN both comparisons are False. The rule ignores NaN: a NaN logit counts as not positive.
+    For a NaN logit both comparisons are False, so they are not complementary. The pass accepts this: in a fused layer,
+    a NaN logit counts as not positive.
     """
     if dtype_of(node) is not torch.bool:
         return None

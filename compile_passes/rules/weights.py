@@ -292,7 +292,7 @@ def concatenated_weights(recogniser: Recogniser, node: Node, call: Call) -> Valu
         return None
     values = [recogniser.value(part) for part in parts]
     bundles = [value for value in values if isinstance(value, Bundle)]
-    if len(bundles) == len(values):  # all parts are concatenations, and are joined in the same dimension
+    if len(bundles) == len(values):  # all parts are concatenations, which must be joined along their own dimension
         each_size = bundles[0].size
         alike = all((part.dim, part.size) == (dim, each_size) for part in bundles)
         return bundle([item for part in bundles for item in part.items], dim, each_size) if alike else None

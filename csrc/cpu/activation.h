@@ -1,8 +1,8 @@
 // The activations of the gate, as an X-macro: one MGLU_ACTIVATION(name, code, formula, derivative) for each.
 //
 // The includer defines MGLU_ACTIVATION; the end of this file undefines it. The formula and the derivative take a vector
-// `x`; the derivative may also use `value`, the formula's result. At points where a function has no derivative, its
-// entry gives the value that torch uses: for relu 0 at 0, and 1 at NaN. Names and codes agree with
+// `x`; the derivative may also use `value`, the formula's result. Where a function has no derivative, its
+// entry gives the number that torch uses instead; for relu, this is 0 at 0 and 1 at NaN. Names and codes agree with
 // mglu_ops/activations.py and csrc/cuda/activation.cuh (tests/operators/test_parameters.py); codes count from 0 without
 // gaps.
 

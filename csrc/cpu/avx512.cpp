@@ -10,7 +10,7 @@ namespace mglu::cpu {
 namespace {
 
 constexpr int kSumRegisters = 20;                   // of 32 vector registers, those that hold sums
-constexpr int kMasksAtOnce = 8;                     // most masks in a pass over a row with 1 token; 4 with 2 tokens
+constexpr int kMasksAtOnce = 8;                     // a pass over a row takes at most 8 masks with 1 token, 4 with 2
 constexpr bool kReadsBytes = true;                  // 8-bit weights are decoded in registers (mglu_cpu.cpp)
 constexpr int kTileFeatures = 12;                   // features of a register tile: 24 sums, 2 vectors of x, 1 weight
 constexpr int kFloat64Features = 12;                // features of a register tile with float64 sums

@@ -2,8 +2,8 @@
 // weights. With few tokens, 8-bit weights with one scale per row are decoded by few_tokens.h instead, in registers.
 //
 // If each row has one scale, the stored numbers are converted to x's type, which is exact, and the row's sums are
-// multiplied by the scale. If blocks or groups have scales, each weight is multiplied by its scale. The product needs
-// float32, so x is converted to float32 and the result of the layer back to x's type.
+// multiplied by the scale. If blocks or groups have scales, each stored number is multiplied by its scale instead. The
+// decoded weight is then in float32, so x is converted to float32, and the layer's result back to x's type.
 #include <algorithm>
 
 #include "kernels.h"

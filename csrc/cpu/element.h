@@ -39,8 +39,8 @@ MGLU_INLINE float to_float(Float16 x) {
 MGLU_INLINE float to_float(Int8 x) { return x.bits; }
 
 // An fp8 number is read as a float16 with the same exponent field. The exponent bias of float16 is larger by 8, so the
-// result is the number divided by 256; multiplying the row's scale by kFactor corrects this. The bits of an fp8 NaN are
-// all 1, so adding 0x80 carries into bit 14 for NaN alone, which makes it a NaN of float16.
+// result is the number divided by 256; multiplying the row's scale by kFactor corrects this. Except for the sign, the
+// bits of an fp8 NaN are all 1, so adding 0x80 carries into bit 14 for NaN alone, which makes it a NaN of float16.
 template <class W>
 constexpr float kFactor = 1.0f;
 template <>

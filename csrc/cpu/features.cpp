@@ -18,7 +18,7 @@ struct Registers {
     unsigned int a = 0, b = 0, c = 0, d = 0;
 };
 
-// Returns zeros if the CPU has no such leaf.
+// Returns the registers that `cpuid` sets for a leaf, or zeros if the CPU lacks the leaf.
 Registers ask(unsigned int leaf, unsigned int subleaf) {
     Registers r;
     return __get_cpuid_count(leaf, subleaf, &r.a, &r.b, &r.c, &r.d) ? r : Registers{};

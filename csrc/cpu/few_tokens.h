@@ -7,8 +7,8 @@
 constexpr int kChunkRows = 8;
 constexpr int kGroupTokens = 2;
 
-// The most masks in one pass over a row, limited by the registers for sums. Further masks take further passes, which
-// read the row from L1.
+// The maximum number of masks in one pass over a row, limited by the registers for sums. Further masks take further
+// passes, which read the row from L1.
 constexpr int max_group_masks(int tokens) { return kMasksAtOnce / tokens; }
 
 constexpr std::int64_t kPrefetchBytes = 4096;  // how far ahead of use W is prefetched into L2
@@ -78,8 +78,8 @@ AddChunk<E, W> find_kernel(int tokens, int masks) {
                        : find_kernel<E, W, 2>(masks, std::make_integer_sequence<int, max_group_masks(2)>());
 }
 
-// Reduces each row's eight lanes. Lane r of the result is the sum of row r; if a vector holds two masks, lanes 2r and
-// 2r + 1 are the sums of the two masks.
+// Reduces eight vectors, one per row. A vector with eight lanes holds one mask, and lane r of the result is the sum of
+// row r. A vector with 16 lanes holds two masks, and lanes 2r and 2r + 1 of the result are the two sums of row r.
 template <class Row>
 MGLU_INLINE Vec sums_over_lanes(Row row) {
     const Vec a = pair_sums(row(0), row(1)), b = pair_sums(row(2), row(3));
@@ -135,8 +135,8 @@ struct FewTokens {
         int first_mask = 0;
         for (int group = 0; group < groups; ++group) {
             const int left = static_cast<int>(call.n_masks) - first_mask;
-            // How masks are divided into groups depends on the number of tokens. All groups but the last fill whole
-            // vectors, so that terms are nevertheless summed in the same order.
+            // All groups but the last fill whole vectors. So the order in which terms are summed does not depend on
+            // how many groups there are, which depends on the number of tokens.
             const int vecs = vecs_for((left + groups - group - 1) / (groups - group));
             const int masks = static_cast<int>(smaller(vecs * kMasksPerVec, left));
             for (int r = 0; r < kChunkRows; ++r) {

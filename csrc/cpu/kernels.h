@@ -56,8 +56,8 @@ bool has_avx512_bf16();
 bool has_amx();
 #endif
 
-// The files for bfloat16 need a compiler that knows its instructions, and Linux, since features.cpp requests AMX tiles
-// by a system call of Linux.
+// The files for bfloat16 need a compiler that knows the instructions AVX512-BF16 and AMX, and Linux, since features.cpp
+// requests AMX tiles by a system call of Linux.
 #if defined(__x86_64__) && \
     (defined(MGLU_EMULATE_AVX512) || (defined(__linux__) && (__GNUC__ >= 11 || __clang_major__ >= 12)))
 #define MGLU_BUILDS_BFLOAT16

@@ -23,7 +23,7 @@ struct Linear {
     };
 
     void run(std::int64_t begin, std::int64_t end) const {
-        const std::int64_t row_bytes = x_stride * static_cast<std::int64_t>(sizeof(X)) + 1;  // not 0
+        const std::int64_t row_bytes = x_stride * static_cast<std::int64_t>(sizeof(X)) + 1;  // not 0, as a divisor
         const std::int64_t block = (kLinearBlockBytes / row_bytes / kLinearTokens + 1) * kLinearTokens;
         for (std::int64_t first = 0; first < call.tokens; first += block) {
             const std::int64_t stop = smaller(first + block, call.tokens);

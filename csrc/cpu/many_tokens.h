@@ -186,9 +186,9 @@ struct ManyTokens {
         }
     }
 
-    // Sets `flips` to 255 for each row and mask with more ones than zeros, so that s_i sums the zeros. It estimates the
-    // number of ones from at most 64 bytes spread over the row. An estimate errs only if about half of the bits are
-    // ones, and then both sides are equally accurate.
+    // Sets `flips` to 255 for each row and mask with more ones than zeros, so that s_i sums the weights under the
+    // zeros. It estimates the number of ones from at most 64 bytes spread over the row. An estimate errs only if about
+    // half of the bits are ones, and then both sides are equally accurate.
     void choose_complements(std::int64_t first_feature, std::int64_t features,
                             std::uint8_t (*flips)[kMaxMasks + 1]) const {
         const std::int64_t octets = packed_octets(call.in_features), step = ceil_div(octets, 64);
@@ -307,8 +307,7 @@ struct ManyTokens {
 
     static constexpr std::int64_t kPaddedFeatures = ceil_div(kFeatures, Vec::width) * Vec::width;
 
-    // Transposes a panel's results from [feature][token] to [token][feature]. Features past the end repeat the last
-    // one.
+    // Transposes a panel's results from [feature][token] to [token][feature]. The padding repeats the last feature.
     static void transpose_results(const float* results, std::int64_t width, float (*rows)[kPaddedFeatures]) {
         for (std::int64_t v = 0; v < width; v += Vec::width) {
             for (std::int64_t f = 0; f < kPaddedFeatures; f += Vec::width) {

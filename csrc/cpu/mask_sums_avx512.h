@@ -8,8 +8,8 @@ constexpr int vecs_for(int masks) { return (masks + kMasksPerVec - 1) / kMasksPe
 template <bool SumsValues, int Tokens, int Masks>
 struct MaskSums {
     static constexpr int kVecs = vecs_for(Masks), kRests = SumsValues ? Masks : 1;
-    // Two independent chains of sums hide the latency of an addition. In float32 there is always one chain, so that the
-    // number of tokens does not change a result's bits.
+    // Two independent chains of sums hide the latency of an addition. In float32 (`SumsValues`) there is always one
+    // chain, so that the number of tokens does not change a result's bits.
     static constexpr int kChains = !SumsValues && 2 * Tokens * (1 + Masks) <= kSumRegisters ? 2 : 1;
 
     Vec parts[kChains][Tokens][Masks];

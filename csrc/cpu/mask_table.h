@@ -24,9 +24,9 @@ MGLU_INLINE Mask load_mask(const std::uint8_t* bits, std::uint32_t flip) {
     return load(kFactors.of_byte[*bits ^ flip]);
 }
 MGLU_INLINE Vec apply_mask(Vec a, Mask mask) { return a * mask; }
-// Returns a vector in which the lanes of the vector's mask i hold numbers[i].
+// Returns a vector with numbers[0] in every lane, since a Vec holds only one mask here.
 MGLU_INLINE Vec broadcast_each(const float* numbers) { return broadcast(*numbers); }
-// Stores the first `count` groups of eight lanes at p, p + stride, ...
+// Stores the eight lanes, the only group of a Vec here, at p.
 MGLU_INLINE void store_octets(float* p, std::int64_t, int, Vec a) { store(p, a); }
 // Sums a vector over its masks; the results are in the first eight lanes.
 MGLU_INLINE Vec sum_over_masks(Vec a) { return a; }
@@ -40,6 +40,6 @@ struct TableMasks {
 
     // Adds the products that mask v keeps to `sum`.
     MGLU_INLINE Vec add(int v, Vec sum, Vec product) const { return fma(product, load_mask<1>(bits + v, 0), sum); }
-    // Turns the accumulator of mask v into its sum. Here they are equal; mask_table_and_shift.h halves some.
+    // Returns the sum of mask v, given its accumulator. Here they are equal; mask_table_and_shift.h halves some.
     MGLU_INLINE static Vec finished_sum(int, Vec sum) { return sum; }
 };

@@ -31,6 +31,6 @@ struct MixedMasks {
         const __m256 shifted = _mm256_castsi256_ps(_mm256_sllv_epi32(words[v / 4], to_bit_30));
         return fma(product, Vec{_mm256_and_ps(shifted, _mm256_set1_ps(2.0f))}, sum);
     }
-    // Turns the accumulator of mask v into its sum. Halving is exact.
+    // Returns the sum of mask v, given its accumulator. Halving is exact.
     MGLU_INLINE static Vec finished_sum(int v, Vec sum) { return is_shifted(v) ? sum * broadcast(0.5f) : sum; }
 };

@@ -22,8 +22,8 @@
 
 namespace mglu::cpu {
 
-// Every field of the structs below is 8 bytes wide, and so are these enums. Callers in other languages can then lay out
-// the structs without a compiler.
+// Every field of the structs below is 8 bytes wide, so that callers in other languages can lay out the structs without
+// a compiler. Enums that are fields therefore have 8 bytes; Status is only returned.
 enum class DType : std::int64_t { float32 = 0, bfloat16 = 1, float16 = 2 };
 
 enum class Activation : std::int64_t {

@@ -5,7 +5,7 @@ namespace mglu::cpu {
 namespace {
 
 constexpr int kSumRegisters = 8;     // vectors of sums that are held in registers; a Vec takes two registers
-constexpr int kMasksAtOnce = 4;      // most masks in a pass over a row with 1 token; 2 with 2 tokens
+constexpr int kMasksAtOnce = 4;      // a pass over a row takes at most 4 masks with 1 token, 2 with 2
 constexpr bool kReadsBytes = false;  // decoding 8-bit weights in memory is faster here
 constexpr int kTileFeatures = 3;     // features of a register tile: 6 sums take 12 of 16 registers
 constexpr int kFloat64Features = 2;  // features of a register tile with float64 sums

@@ -1,9 +1,9 @@
 // The sums of one row and a few tokens, in float32, by vectors of 16 columns. Included inside a file's own namespace,
 // after vec_avx512.h.
 //
-// A vector of products is added once to the total, and once for each mask with the mask in a k-register. In float32 the
-// error of the total would enter the values of all masks, so each mask has a second sum, of the products that it drops,
-// and there is no total.
+// A vector of products is added to the total, and to the sum of each mask under that mask, which is in a k-register. In
+// float32 the error of the total would enter the values of all masks. So in float32 there is no total, and each mask
+// has a second sum, of the products that it drops.
 #include "operands.h"
 #include "mask_sums_avx512.h"
 

@@ -176,7 +176,8 @@ MGLU_INLINE Vec add_under(Mask mask, Vec sum, Vec product) {
 MGLU_INLINE Vec apply_mask(Vec a, Mask mask) {
     return {_mm512_mul_ps(a.v, _mm512_maskz_mov_ps(mask, _mm512_set1_ps(1.0f)))};
 }
-// Returns a vector in which the lanes of the vector's mask i hold numbers[i].
+// Returns a vector with numbers[0] in the even and numbers[1] in the odd lanes. sums_over_lanes() returns the sums of
+// two masks in this order.
 MGLU_INLINE Vec broadcast_each(const float* numbers) {
     return {_mm512_mask_blend_ps(0xaaaa, _mm512_set1_ps(numbers[0]), _mm512_set1_ps(numbers[1]))};
 }

@@ -11,8 +11,8 @@ MGLU_INLINE Vec polynomial(Vec x, const float (&coefficients)[N]) {
     return result;
 }
 
-// e^x as 2^n * e^r with |r| <= ln(2) / 2. The result is infinite above 88.4, and 1e-38 below -87.3 where the exact
-// value is smaller; no activation can tell the difference.
+// e^x as 2^n * e^r with |r| <= ln(2) / 2. The result is infinite above 88.4. Below -87.3 it is 1e-38, more than the
+// exact value; the difference changes no activation.
 MGLU_INLINE Vec exponential(Vec x) {
     static constexpr float kTail[] = {5.00000010e-1f, 1.66665183e-1f, 4.16662041e-2f, 8.36895352e-3f, 1.39506022e-3f};
     x = max(broadcast(-87.3f), min(broadcast(88.8f), x));

@@ -13,8 +13,8 @@ struct WorkQueue {
 };
 
 // Runs job.pack_x(panel) for all panels, and then job.run(queue) on each thread. `run` computes blocks from the queue
-// until it is empty, or returns false if it gets no memory. `panel_grain` and `block_grain` are the numbers of tasks
-// from which another thread pays off.
+// until it is empty, or returns false if it gets no memory. `panel_grain` panels, or `block_grain`
+// blocks, are enough work for one more thread.
 template <class Job>
 Status pack_and_run(ParallelFor parallel_for, const Job& job, std::int64_t panels, std::int64_t panel_grain,
                     std::int64_t blocks, std::int64_t block_grain) {

@@ -83,8 +83,8 @@ struct ValueAndDerivative {
     float value, derivative;
 };
 
-// Computes activate() and its derivative. Where an activation has no derivative, the result agrees with torch
-// (mglu_ops/activations.py): for relu it is 0 at 0, and 1 at NaN.
+// Computes activate() and its derivative. Where an activation has no derivative, it returns the number that
+// torch uses instead (mglu_ops/activations.py); for relu, this is 0 at 0 and 1 at NaN.
 template <Activation kActivation, bool kFast>
 __device__ __forceinline__ ValueAndDerivative activate_with_derivative(float gate) {
     if constexpr (kActivation == Activation::silu) {

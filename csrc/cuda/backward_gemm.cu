@@ -74,8 +74,8 @@ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; 
 
 __device__ __forceinline__ int column_tiles(const Params& p) { return ceil_div(p.in_features, kColumns); }
 
-// The number of work tiles of a cluster. All column tiles of the same rows follow one another, so that blocks that run
-// at the same time share the rows of A through L2.
+// The number of work tiles, each of which is computed by a cluster. All column tiles of the same rows follow one
+// another, so that blocks that run at the same time share the rows of A through L2.
 __device__ __forceinline__ int cluster_tiles(const Params& p) {
     const int parts = kInputGradient ? ceil_div(p.tokens, 64) : ceil_div(p.out_features, 64) * kProducts;
     return ceil_div(parts, kConsumers * kCluster) * column_tiles(p);
@@ -264,7 +264,7 @@ __device__ __forceinline__ Vec16 transpose_over_quad(const u32 (&word)[4], int l
 // Writes a warp's rows in float32. A lane holds rows g and g + 8, and columns 2q and 2q + 1 of every 8.
 __device__ __forceinline__ void store_wide(const Params& p, const float (&sums)[kColumns / 2], const Part& part,
                                            int first_column, int warp, int lane) {
-    const int columns = p.in_features - first_column - lane % 4 * 2;  // from the lane's first to the matrix's end
+    const int columns = p.in_features - first_column - lane % 4 * 2;  // from the lane's first column on
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int row = part.row + 16 * warp + lane / 4 + 8 * half;

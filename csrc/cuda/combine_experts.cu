@@ -16,8 +16,8 @@ constexpr int kExpertWeightType = MGLU_EXPERT_WEIGHTS;
 constexpr int kProductType = MGLU_PRODUCTS;  // an ElementType: kFloat32, or kType
 constexpr int kTopK = MGLU_TOP_K;
 constexpr int kVector = MGLU_VECTOR;   // columns of a thread: 4 if out_features is a multiple of 4, else 1
-constexpr int kParts = MGLU_PARTS;     // maximum number of split-K parts; experts_down writes an array for each part
-constexpr int kRows = MGLU_PART_ROWS;  // columns of `out` in a tile of experts_down, which have equally many parts
+constexpr int kParts = MGLU_PARTS;     // maximum split-K; experts_down writes each part's products to its own array
+constexpr int kRows = MGLU_PART_ROWS;  // columns of `out` in a tile of experts_down, which has one number of parts
 constexpr int kThreads = 128;
 
 template <typename Bits>

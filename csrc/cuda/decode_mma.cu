@@ -10,8 +10,8 @@
 // A warp owns 16 rows of W and every kSplitK-th stage of k. Its own lanes copy W and mask bytes with cp.async into a
 // ring of kStages stages in shared memory. So loads need no registers and never wait for arithmetic, and no warp waits
 // for another before the end. Each block copies all of its x once. With kCluster = 2, each of two neighbouring blocks
-// copies half of the tokens to both. For 16 x 64 weights a warp issues 4 (kMasks + 1) MMAs of 8 columns, so that 1 to 8
-// tokens cost the same. At the end each warp stores its sums in shared memory, and the block runs the epilogue
+// copies half of the tokens to both blocks. For 16 x 64 weights a warp issues 4 (kMasks + 1) MMAs of 8 columns, so that
+// 1 to 8 tokens cost the same. At the end each warp stores its sums in shared memory, and the block runs the epilogue
 // (decode_epilogue.cuh).
 //
 // With MGLU_ITEMS, a block computes an item (work.cuh): a few rows of one expert, which may lie anywhere in x and in
@@ -59,7 +59,7 @@ using Weight = WeightPairs<kFormat, kType>;
 // True if x and 8-bit W are read from shared memory with ldmatrix. fp8_block needs a second set of sums, for a group of
 // columns, and then has enough registers for ldmatrix only with few masks.
 constexpr bool kMatrices = kScalesRows<kFormat> || (kFormat == WeightFormat::fp8_block && kMasks <= 4);
-constexpr int kGroups = kScalesColumns<kFormat> ? kStageChunks / 2 : 1;  // groups with a scale in a stage
+constexpr int kGroups = kScalesColumns<kFormat> ? kStageChunks / 2 : 1;  // groups of columns in a stage
 static_assert(!kScalesColumns<kFormat> || kStageChunks % 2 == 0, "groups of 128 columns");
 static_assert(kCluster == 1 || (kReadOnce && kHasTma), "clusters need all tokens in each block, and TMA");
 

@@ -27,7 +27,7 @@ class ExpertItems {
     static constexpr int kSortingWarps = kWarps < 4 ? kWarps : 4;
 
     int* count_;
-    int* next_;         // [kSortingWarps][experts]: number of a warp's pairs, later the position of its next pair
+    int* next_;         // [kSortingWarps][experts]: number of a warp's pairs of an expert, later position of the next
     PairRange* items_;  // [min(pairs, pairs / kTokens + experts)]
     u16* sorted_;       // [pairs], the pairs sorted by expert
 

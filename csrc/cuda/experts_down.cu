@@ -339,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(mglu::kThreads, mglu::kBlocksPerSm)
             Accumulators acc = {};
             for (; stage < end; stage += kTeams) {
                 copy_async_wait<kStages - 2>();  // this thread's copies of the oldest stage have arrived
-                wait_for_team(team);             // the team's copies have too, and the previous stage has been read
+                wait_for_team(team);             // the team's copies have arrived, and it has read the previous stage
                 loader.load_next(free_slot);
                 scales.load(slot + kScalesAt + 4 * warp_row, stage);
                 if constexpr (kScalesColumns<kFormat>) {

@@ -5,7 +5,7 @@
 // MGLU_SORTED the rows are sorted already, and instead of ids the kernel gets `offs`, the end of each expert's rows.
 // Rows without an expert form the last group.
 //
-// With MGLU_ORDER the kernel writes the order of rows instead of items, for torch's grouped_mm, which needs sorted
+// With MGLU_ORDER the kernel writes no items. It writes the order of rows, for torch's grouped_mm, which needs sorted
 // rows: first the rows in sorted order, then the sorted position of each row, both int64 [rows], and then the end of
 // each expert's rows, int32 [experts].
 #include "items.cuh"

@@ -12,9 +12,9 @@ __constant__ u32 powers_of_two[16] = {1u << 0, 1u << 1, 1u << 2,  1u << 3,  1u <
                                       1u << 8, 1u << 9, 1u << 10, 1u << 11, 1u << 12, 1u << 13, 1u << 14, 1u << 15};
 
 // Sign flips for x in its natural order. The input is mask bytes of a row of W, one for every 8 columns. Thread q of
-// four needs bits 2q and 2q + 1 of each byte. flips(byte) returns them at bits 15 and 31; the other bits are noise,
-// which flip_signs() ignores. Two bytes share a word, so two weights and a mask cost half a PRMT, one LOP3 and, on
-// another pipe, one and a half multiplications.
+// four needs bits 2q and 2q + 1 of each byte. flips(n) returns these two bits of byte n at bits 15 and 31; all other
+// bits are noise, which flip_signs() ignores. Two bytes share a word, so two weights and a mask cost half a PRMT, one
+// LOP3 and, on another pipe, one and a half multiplications.
 template <int kBytes>
 struct SignFlips {
     static constexpr int kWords = (kBytes + 3) / 4;
@@ -44,8 +44,8 @@ struct MaskWords {
     u32 word[kWords];
 
     // Sign flips for permuted x (permute_x.cu), where a register holds weight j of A and weight j of B. flips(i, j)
-    // moves bit j of mask i's two bytes to bits 15 and 31; the other bits are noise. It is a left shift, by 15 - j for
-    // even masks and 7 - j for odd ones, so two weights and a mask cost one multiplication and one LOP3.
+    // moves bit j of mask i's two bytes to bits 15 and 31; the other bits are noise. A multiplication shifts the bits,
+    // by 15 - j for even masks and 7 - j for odd ones, so two weights and a mask cost one multiplication and one LOP3.
     __device__ __forceinline__ u32 flips(int i, int j) const {
         const int distance = (i % 2 ? 7 : 15) - j;
         return distance == 0 ? word[i / 2] : word[i / 2] * powers_of_two[distance];

@@ -4,8 +4,9 @@
 // of experts takes ItemParams as a second struct. Only this file declares the structs: Python reads the names, types
 // and order of their fields from it (mglu_ops/backends/parameters.py), and csrc/library includes it.
 //
-// If tile_wgmma reads a permuted x, permute_x runs before it on the same stream. permute_x has the same parameters
-// except for `out`, the 16-byte aligned memory of the copy, which tile_wgmma receives as its `x`.
+// If tile_wgmma reads a permuted x, permute_x runs before it on the same stream. permute_x gets the parameters
+// that tile_wgmma would get for this x, but its `out` is the memory of the copy, 16-byte aligned, and tile_wgmma gets
+// the copy as its `x`.
 #pragma once
 #include "types.cuh"
 

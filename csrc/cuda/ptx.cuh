@@ -271,7 +271,8 @@ __device__ __forceinline__ u32 pick_bytes(u32 low, u32 high) {
     return __byte_perm(low, high, kSelector);
 }
 
-// Flips the sign of each of two packed 16-bit floats if bit 15 (or 31) of `bits` is set, in one LOP3.
+// Flips signs of two packed 16-bit floats in one LOP3: of the lower float if bit 15 of `bits` is set, and of the upper
+// float if bit 31 is set.
 __device__ __forceinline__ u32 flip_signs(u32 value, u32 bits) { return value ^ (bits & 0x80008000u); }
 
 // Sparse MMA: D (16x8, float32) += A (16x32) B (32x8, column major) in float16 or bfloat16. A has two values in every

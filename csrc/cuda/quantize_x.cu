@@ -1,20 +1,20 @@
 // Rounds x to float8_e4m3fn, each token with its own scale.
 //
 // The numbers of a token are divided by its scale, the smallest power of two from 2^-126 on that brings the largest
-// magnitude to at most 448, the largest number of the type. The scale is 1 if the token is all zeros, and NaN if it is
-// not finite (mglu_ops/formats.py). A block takes one token, and a thread 8 columns at a time.
+// magnitude to at most 448, the largest number of the type. The scale is 1 if the token is all zeros, and NaN if a
+// number of the token is not finite (mglu_ops/formats.py). A block takes one token, and a thread 8 columns at a time.
 //
-// With kTokens > 0 the copy is for tile_wgmma.cu (tile_fp8.cuh): [tile of kTokens tokens][chunk of 128 columns][token]
-// [128], with zeros past the last token and the end of k, followed by the scales of the tokens in float32. Two
-// permutations apply to the 128 columns of a token and chunk. First, they are transposed as a 16x8 matrix: column 8 o +
-// j goes to 16 j + o. Second, the 16-byte vector v of token n goes to v ^ (n % 8), the 128-byte swizzle that wgmma
-// expects of its B operand. Such a launch needs in_features % 8 == 0.
+// With kTokens > 0 the kernel writes a copy for tile_wgmma.cu (tile_fp8.cuh): [tile of kTokens tokens]
+// [chunk of 128 columns][token][128], with zeros past the last token and the end of k, followed by the scales of the
+// tokens in float32. Two permutations apply to the 128 columns of a token and chunk. First, they are transposed as a
+// 16x8 matrix: column 8 o + j goes to 16 j + o. Second, the 16-byte vector v of token n goes to v ^ (n % 8), the
+// 128-byte swizzle that wgmma expects of its B operand. Such a launch needs in_features % 8 == 0.
 //
 // For experts (MGLU_ITEMS) kTokens is 1, and the copy holds the rows of x sorted by expert, from which TMA loads the
 // rows of an item: [row][chunk of 128 columns][128], with the first permutation only.
 //
-// With kTokens = 0 the copy is [tokens][in_features] in x's type: the rounded numbers times their scales, clamped to
-// the finite numbers of the type.
+// With kTokens = 0 the kernel writes [tokens][in_features] in x's type: the rounded numbers times their scales, clamped
+// to the finite numbers of the type.
 #include "element.cuh"
 #include "params.cuh"
 #include "ptx.cuh"
@@ -49,8 +49,8 @@ __device__ __forceinline__ void load_octet(float (&x)[8], const Params& p, int t
     }
 }
 
-// Converts four numbers, of magnitude up to 448 after multiplication by `factor`, to fp8. Only tile_wgmma, on Hopper,
-// needs this function, so older architectures may lack its instruction.
+// Multiplies four numbers by `factor`, and converts the products, of magnitude up to 448, to fp8. Only tile_wgmma, on
+// Hopper, needs this function, so older architectures may lack its instruction.
 __device__ __forceinline__ u32 in_fp8(const float* x, float factor) {
     u32 result = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890

@@ -32,7 +32,7 @@ struct StageShape {
 };
 
 // Copies one warp's 16 rows from global memory into its ring, stage by stage. A lane keeps one pointer into W and one
-// into the masks. The lane's other copies lie at offsets from these pointers, in rows, that are the same for all lanes.
+// into the masks. The distances from these pointers to the lane's other copies are the same in all lanes.
 template <typename Shape, int kStep>  // a warp takes every kStep-th stage of k
 class StageLoader {
     static constexpr int kRows = Shape::kRows;

@@ -92,8 +92,8 @@ constexpr int kStageBytes = (kXBytes + kWeightBytes + kMaskBytes + 1023) / 1024 
 static_assert(!kBulkMasks || kStageChunks % kMaskSpan == 0,
               "an odd number of masks is loaded for two chunks at a time");
 
-// The offset at which TMA puts byte `byte` of a row in a chunk of W. TMA's swizzle permutes the 16-byte vectors of a
-// row, which has 128, 64 or 32 bytes. `row` is the row modulo 8.
+// The offset in a row of a chunk of W at which TMA puts byte `byte` of the row. TMA's swizzle permutes the 16-byte
+// vectors of a row, which has 128, 64 or 32 bytes. `row` is the row modulo 8.
 __device__ __forceinline__ u32 weight_offset(int row, int byte) {
     const int swizzle = kWeightRowBytes == 128 ? row : kWeightRowBytes == 64 ? row / 2 % 4 : row / 4 % 2;
     return (byte / 16 ^ swizzle) * 16 + byte % 16;

@@ -223,13 +223,12 @@ struct Accumulators {
         __device__ __forceinline__ Fragments(const Params& p, int tile_row, int warp_row, int pass)
             : p(p), pass(pass), row(warp_row + g), mask_rows(p.packed_masks + (tile_row + row) * p.mask_row_stride) {}
 
-        // The offset in a stage at which a chunk's weights begin for the row (half = 0), or for the row 8 further (half
-        // = 1).
+        // The offset in a stage at which a chunk's weights begin for `row` (half = 0) or for `row` + 8 (half = 1).
         __device__ __forceinline__ u32 weight_row(int chunk, int half) const {
             return kXBytes + chunk * kWeightChunkBytes + (row + 8 * half) * kWeightRowBytes;
         }
 
-        // The offset in a stage at which a chunk's masks begin for the row.
+        // The offset in a stage at which a chunk's masks begin for `row`.
         __device__ __forceinline__ u32 mask_offset(int chunk) const {
             return kXBytes + kWeightBytes + (chunk / kMaskSpan * kBlockRows + row) * kMaskRowBytes +
                    chunk % kMaskSpan * mask_bytes(64, kMasks);

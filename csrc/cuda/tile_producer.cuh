@@ -120,7 +120,7 @@ __device__ __forceinline__ void expand_x_of_stage(u32 x, int warp, int lane) {
     const u32 to = half * (kTokens * 128) + lane / 8 * 128 + (lane % 8 ^ lane / 8) * 16;
     const u32 first = half ? 0x4432 : 0x4410;
     const u32 second = half ? 0x4410 : 0x4432;
-    constexpr u32 kOther = 4 * 128 + 4 * 16;  // address bits in which the second token differs
+    constexpr u32 kOther = 4 * 128 + 4 * 16;  // address bits in which the lane's two tokens differ
     const auto start_of = [x](int group) {
         return x + group / (kTokens / 8) * kXChunkBytes + group % (kTokens / 8) * 1024;
     };

@@ -17,8 +17,9 @@ namespace mglu {
 // of 128 bytes for each token in the 128-byte swizzle. There are two sets of boxes: the warpgroup fills one while the
 // TMA unit reads the other.
 //
-// TMA clips a box at the last token. The tokens after an item belong to the next expert, so the item's last box is
-// stored token by token; the swizzle of a token's row follows from the row's address in shared memory.
+// TMA clips a box at the last token of the call, but not at the end of an item, after which another item's tokens
+// follow. So the item's last box is stored token by token; the swizzle of a token's row follows from the row's address
+// in shared memory.
 class StoredBoxes {
     struct Maps {
         const TensorMap& of_boxes;

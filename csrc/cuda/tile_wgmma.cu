@@ -8,9 +8,10 @@
 // kStageChunks chunks of 64 columns of W, masks and x (tile_producer.cuh).
 //
 // A consumer warpgroup holds the sums of 64 rows and of its share of the masks in registers (tile_mainloop.cuh). It
-// reads a chunk of its rows once, as wgmma's A operand. It multiplies the chunk with x (B), first unchanged and then
-// with the signs that each mask flips, which costs a multiplication and one LOP3 for two weights. While the tensor
-// cores work on one mask, the signs of the next are flipped in a second set of registers.
+// reads a chunk of its rows once, as wgmma's A operand. It multiplies the chunk with x (B): first the unchanged
+// weights, and then for each mask the weights with the signs that the mask flips. To flip the signs of two weights
+// costs a multiplication and one LOP3. While the tensor cores work on one mask, the signs for the next mask are flipped
+// in a second set of registers.
 //
 // The epilogue (this file) computes and sums the terms in registers and writes only the result, and in training its
 // partial derivatives (tile_training.cuh). If the sums of all masks would leave few tokens per tile, the kernel makes
@@ -84,7 +85,7 @@ struct Exchange {
     float4* terms;    // the sum of terms so far
     float4* twice_p;  // in training, the sum so far of the terms of 2 P
     int written;      // named barrier: the first warpgroup has written all arrays
-    int read;         // named barrier: the second has read all arrays, and may have written `terms` for the next pass
+    int read;         // named barrier: the second one has read all arrays, and may have written the next pass's `terms`
 };
 
 constexpr int kExchangeStride = kColumns / 4 * 128;  // distance from one array to the next, in float4

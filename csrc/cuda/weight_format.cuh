@@ -109,8 +109,9 @@ __device__ __forceinline__ u32 convert_pair(u32 pair, Scale scale) {
     return from_floats<kTo>(to_float<kFrom>(pair & 0xffffu) * scale, to_float<kFrom>(pair >> 16) * scale);
 }
 
-// Decodes weights to pairs of 16-bit elements for tensor cores, with the first weight in the lower half. Without their
-// scales weights are exact; with them they are rounded. Scale is float if groups of columns have scales, else Unscaled.
+// Decodes weights to pairs of 16-bit elements for tensor cores, with the first weight in the lower half. Weights are
+// exact if they are decoded without scales, and rounded if they are multiplied by scales. Scale is float if groups of
+// columns have scales, else Unscaled.
 //
 // - load: loads four neighbouring stored weights of a row from shared memory
 // - divide: splits four loaded weights into the pairs of columns (0, 2) and (1, 3)

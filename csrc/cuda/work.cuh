@@ -81,9 +81,9 @@ __device__ __forceinline__ Item item_of_table(const ItemParams& p, int block, in
     return {entry.expert, entry.count, block_of_expert / count};
 }
 
-// Finds the item that begins with row `block % rows`, without a table. Every warp searches for the rows of the same
-// expert; each of its lanes looks at every 32nd row. The item is empty unless the number of earlier rows of the expert
-// is a multiple of kTokens.
+// Finds the item that begins with row `block % p.rows`, without a table. Every warp searches all rows for rows of that
+// row's expert; each of its lanes looks at every 32nd row. The item is empty unless the number of earlier rows of the
+// expert is a multiple of kTokens.
 template <int kTokens>
 __device__ __forceinline__ Item find_item(const ItemParams& p, int block, int* rows) {
     const int lane = threadIdx.x % 32, leader = block % p.rows;
@@ -110,7 +110,7 @@ __device__ __forceinline__ int x_row_at(const ItemParams& p, int position) {
 
 // The item of this block. An item has `row_blocks` blocks, a multiple of kCluster, and the blocks of a cluster have the
 // same item. All threads of the block call this after they have waited for earlier kernels. After the block's next
-// barrier, `rows` holds the numbers of the item's rows of the result.
+// barrier, `rows` holds the numbers of the rows of the result that the item computes.
 template <int kTokens, int kCluster>
 __device__ __forceinline__ Item item_of_block(const ItemParams& p, int row_blocks, int* rows) {
     const int block = blockIdx.x / kCluster;
@@ -160,7 +160,8 @@ struct Tile {
     __device__ __forceinline__ int stored_row(const Params&) const { return row; }
     __device__ __forceinline__ int scaled_row(const Params&) const { return row; }
     __device__ __forceinline__ int first_token() const { return token; }
-    // The end of all tokens, a token's row of the result, and its row of the mask weights.
+    // end() is the end of the tokens that the tile may write. The other two functions return a token's row of the
+    // result and its row of the mask weights.
     __device__ __forceinline__ int end(const Params& p) const { return p.tokens; }
     __device__ __forceinline__ int result_row(int token) const { return token; }
     __device__ __forceinline__ int row_of_weights(int token) const { return token; }

@@ -58,7 +58,7 @@ void check_ids(const Tensor& ids, const char* argument, const Tensor& x) {
     check_device("expert_ids", ids, x, argument);
 }
 
-// Runs the checks of one expert's layer, and adds "(of each expert)" to the messages of their errors.
+// Runs a check of one expert's layer. If the check throws, adds "(of each expert)" to the message.
 template <typename Check>
 auto check_one_expert(Check check) {
     try {
@@ -209,7 +209,7 @@ ExpertsCall describe_experts(const Given<Tensor>& given) {
     check_experts_of("packed_masks", packed_masks, weight);
     if (given.weight_scale) check_experts_of("weight_scale", *given.weight_scale, weight);
     is_sorted ? check_offs(routing, weight.sizes[0], x) : check_ids(routing, "x", x);
-    // The checks compare mask_weights [T, K, n_masks] with x expanded to [T, K, in_features].
+    // The checks compare mask_weights [T, K, n_masks] with x, so they get x as a view [T, K, in_features].
     const std::int64_t top_k = is_sorted ? 1 : routing.sizes[1];
     const std::int64_t sizes[] = {x.sizes[0], top_k, x.sizes[1]}, strides[] = {x.strides[0], 0, x.strides[1]};
     Given<Tensor> one = given;

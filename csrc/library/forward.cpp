@@ -16,9 +16,9 @@ namespace {
 
 #include "../cpu/element.h"
 
-// Rounds x, of magnitude up to 448, to the nearest number of float8_e4m3fn. Let u be the distance between two such
-// numbers near x. Adding 1.5 * 2^23 * u makes float32 round to multiples of u. Below 2^-6, where float8_e4m3fn is
-// subnormal, u is constant.
+// Rounds x, of magnitude up to 448, to the nearest number of float8_e4m3fn. Let u be the distance between neighbours
+// among these numbers near x. Adding 1.5 * 2^23 * u makes float32 round to multiples of u. Below 2^-6, where
+// float8_e4m3fn is subnormal, u is constant.
 float rounded_to_fp8(float x) {
     const std::uint32_t exponent = bit_cast<std::uint32_t>(x) & 0x7f800000u;
     const float large = 1.5f * bit_cast<float>(std::max(exponent, 121u << 23) + (20u << 23));

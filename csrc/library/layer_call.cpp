@@ -59,7 +59,7 @@ std::int64_t count_rows(const Tensor& tensor) {
     return rows;
 }
 
-// Returns the distance in elements between the rows of a tensor that is viewed as a matrix. `folds` must be true.
+// Returns the distance in elements between the rows of a tensor that is viewed as a matrix. `folds` must hold.
 std::int64_t row_stride(const Tensor& tensor) { return tensor.dims == 2 ? tensor.strides[0] : tensor.last_size(); }
 
 // True if a tensor can be viewed as a matrix without a copy.
@@ -68,7 +68,7 @@ bool folds(const Tensor& tensor, bool any_column_stride) {
     return tensor.dims <= 2 ? dense_columns : tensor.is_contiguous();
 }
 
-// True if x can be read in aligned 16-byte vectors, or if even a contiguous copy of x could not.
+// True if x can be read in aligned 16-byte vectors, or if even a contiguous copy of x could not be read so.
 bool has_vector_rows(const LayerCall& call) {
     const bool could_have =
         call.in_features % 8 == 0 && (call.x.dtype == Scalar::float16 || call.x.dtype == Scalar::bfloat16);

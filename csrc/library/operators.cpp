@@ -121,7 +121,7 @@ struct Kernel {
     void (*function)(StableIValue*, std::uint64_t, std::uint64_t);
 };
 
-// The operators of this library. Python's mglu_ops defines all others of kSchemas.
+// The operators of this library. Python's mglu_ops defines all other operators of kSchemas.
 constexpr Kernel kKernels[] = {
     {"pack_masks", boxed_pack_masks},
     {"pack_logits", boxed_pack_logits},

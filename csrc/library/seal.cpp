@@ -15,7 +15,7 @@ namespace mglu {
 
 namespace {
 
-constexpr int kFormat = 7;
+constexpr int kFormat = 8;
 constexpr std::streamoff kLongestSeal = 256, kChecksumDigits = 8;
 
 [[noreturn]] void fail(const std::string& problem) { throw std::runtime_error(problem); }

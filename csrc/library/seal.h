@@ -1,8 +1,8 @@
 // The seal of a package or a weights file of mglu_ops.export. It is the comment at the end of the zip archive, which
 // mglu_ops/packaging/seal.py writes.
 //
-//   mglu_ops seal 7 package torch=2.13 device=cpu weights=inside adler32=5e8fa1c0
-//   mglu_ops seal 7 weights adler32=5e8fa1c0
+//   mglu_ops seal 8 package torch=2.13 device=cpu weights=inside adler32=5e8fa1c0
+//   mglu_ops seal 8 weights adler32=5e8fa1c0
 //
 // The number is the version of the file's format. The last eight characters are the Adler-32 checksum (RFC 1950) of all
 // bytes before them. This code needs no torch, so that it can be tested alone.

@@ -46,8 +46,8 @@ Handle result_of(const std::vector<std::int64_t>& sizes, const Tensor& x, const 
     return result;
 }
 
-// Writes 1 for each value above 0, else 0. A float is above 0 if its bits, read as an unsigned integer, lie between 1
-// and the bits of infinity; the bits of NaN and of negative numbers are larger.
+// Writes 1 for each value above 0, and 0 for all others. A float is above 0 if its bits, read as an unsigned integer,
+// lie between 1 and the bits of infinity; the bits of NaN and of negative numbers are larger.
 template <typename Bits>
 void positive(const Tensor& logits, std::uint8_t* bytes, Bits infinity) {
     const auto* data = static_cast<const Bits*>(logits.data);

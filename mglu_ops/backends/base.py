@@ -18,10 +18,10 @@ Task = Literal["forward", "train", "backward", "down", "down_backward"]
 | task | operators | a prepared call takes | and returns |
 |---|---|---|---|
 | forward | `forward`, `experts_forward`, `grouped_forward` | `Given` | the result in x's dtype |
-| train | `forward_train`, `grouped_forward_train` | `Given`, `in_rows` and with a dense weight | result, partials |
-| backward | `backward`, `grouped_backward` | `BackwardGiven`, `in_rows` | the gradients of `mglu::backward` |
-| down | `experts_down` | `DownGiven`, `in_rows` | the result `[T, out_features]` |
-| down_backward | `experts_down_backward` | grad_output, `DownGiven` (`in_rows`), needs | the operator's gradients |
+| train | `forward_train`, `grouped_forward_train` | `Given` after `in_rows`, with a dense weight | result, partials |
+| backward | `backward`, `grouped_backward` | `BackwardGiven` after `in_rows` | the gradients of `mglu::backward` |
+| down | `experts_down` | `DownGiven` after `in_rows` | the result `[T, out_features]` |
+| down_backward | `experts_down_backward` | grad_output, `DownGiven` after `in_rows`, needs | the operator's gradients |
 
 Results are contiguous and have memory of their own. The results of `train` have a single dimension of tokens. A
 gradient that is not needed is an empty tensor. Rows without an expert are zeros, and their x is not read. No prepared
@@ -30,7 +30,7 @@ partials of every backend have the layout that `mglu_ops.ops` describes, so that
 """
 
 Prepared = Callable[..., Any]
-"""A call with everything decided except its tensors, which may be any that fit its description. Thread-safe."""
+"""A function that runs a call on any tensors that fit its description. All else is decided. Thread-safe."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Reason:
         text: the reason, for a message.
         is_preference: True if the backend can run the call, but another one is faster. A call that names the backend
             runs on it.
-        is_loss: True if the call would be faster on this backend if it could run it.
+        is_loss: True if the call is slower because the backend does not run it.
         is_passing: True if the backend may be able to run the same call later, in the same process.
     """
 

@@ -53,7 +53,7 @@ def _forward(layers: Callable[[int], Prepared], call: Call, given: Given) -> Ten
     for expert, rows in _rows_of_experts(given, call):
         one = _layer(given, expert, rows, call.routed.top_k or 1)
         out[rows] = layers(len(one.x))(one)
-    return torch.ops.aten._unsafe_view(out, call.result_shape)  # not a view, as in `composite`
+    return torch.ops.aten._unsafe_view(out, call.result_shape)  # not a view; `composite._layer` says why
 
 
 def down(product: Callable[[int, Tensor], Tensor], given: DownGiven) -> Tensor:
@@ -102,7 +102,7 @@ def _backward(
 
 
 def _layer(given: Given, expert: int, rows: slice | Tensor, top_k: int) -> Given:
-    """Return the arguments of an expert's layer for its rows of the result. Each token has `top_k` rows there."""
+    """Return the arguments of an expert's layer for its rows of the result. Row r belongs to token `r // top_k`."""
     x = given.x[rows] if isinstance(rows, slice) else given.x[rows // top_k]
     return given.of_expert(expert, x, None if given.mask_weights is None else given.mask_weights[rows])
 

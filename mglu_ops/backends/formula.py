@@ -53,7 +53,7 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _total_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which forward sums dy/dt over all masks. On a CPU it is wider than float32 operands."""
+    """The dtype in which forward sums dy/dt over all masks: float64 for a float32 x on a CPU."""
     return torch.float64 if x.dtype is torch.float32 and x.is_cpu else sum_dtype(x.dtype)
 
 
@@ -308,7 +308,7 @@ def _backward_total_dtype(x: Tensor) -> torch.dtype:
 
 
 def _gradients_of_both_products(arguments: BackwardGiven, products: Products) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a layer with one mask like the naive layer: from the gradients of gate and value."""
+    """Return the gradients of a layer with one mask as the naive layer does: from the gradients of gate and value."""
     grad_output, x, weight, packed_masks = arguments[:4]
     partials, needs, logits_dtype = arguments.partials, arguments.needs, arguments.logits_dtype
     mask = _mask(packed_masks, 0, weight).to(weight.dtype)

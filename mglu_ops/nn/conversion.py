@@ -67,15 +67,15 @@ def from_swiglu(
     hold, so the copy predicts badly at first. Train the copy further, or distil it from `model`. `model` is not changed
     and shares no tensor with the copy.
 
-    A module counts as such a layer if its children have the names in `projections`. The module is then called once,
+    A module is taken for a gated linear unit if its children have the names in `projections`. It is then called once,
     with known values in place of its children's results. This call shows which activation the module has, and whether
     it computes `down(act(gate(x)) * up(x))`.
 
     Each layer's gate and up matrices, `W_g` and `W_u`, become one weight W:
 
-    | `init` | W | masks at first |
+    | `init` | W | initial masks |
     |---|---|---|
-    | `magnitude` | elementwise, the one of `W_g` and `W_u` whose magnitude is larger | 1 where W is `W_g` |
+    | `magnitude` | elementwise, `W_g` or `W_u`, whichever has the larger magnitude | 1 where W is `W_g` |
     | `average` | `(W_g + W_u) / 2` | random |
     | `gate` | `W_g` | random |
     | `up` | `W_u` | random |
@@ -101,8 +101,8 @@ def from_swiglu(
         TypeError: `model` is not a module; a projection is not a plain `nn.Linear`, but has an adapter or quantized
             weights, for example; or a layer with projections of these names computes something else, for example with
             another activation, a limit, a factor, dropout or a norm.
-        ValueError: there is no such layer; a projection has a bias; the model is compiled, on several devices or on
-            meta; or another argument is out of range.
+        ValueError: there is no layer to convert; a projection has a bias; the model is compiled, on several devices or
+            on meta; or another argument is out of range.
     """
     check_masks(n_masks, True, top_k)
     check_init(init)

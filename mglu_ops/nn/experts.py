@@ -103,7 +103,7 @@ class _Experts(_Stack, MaskedLinear):
 
 
 class MGLUExperts(_Experts, MGLU):
-    """The experts of a mixture. Each expert is an `MGLU` layer, and their weights are stacked in one Parameter.
+    """The experts of a mixture. Each expert is an `MGLU` layer. One Parameter holds the weights of all experts.
 
         y[t, k] = MGLU of expert `expert_ids[t, k]` (x[t])
 
@@ -227,7 +227,7 @@ class ExpertsDown(_Stack):
 
         out[t] = sum_k expert_weights[t, k] * (W[expert_ids[t, k]] y[t, k])
 
-    `mglu_ops.quantize` quantizes this weight too.
+    `mglu_ops.quantize` quantizes W too.
 
     Args:
         num_experts: number of experts, at least 1.

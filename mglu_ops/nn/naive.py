@@ -28,8 +28,8 @@ class NaiveMGLU(MaskedLinear):
     `MGLU` lacks stays a `NaiveMGLU`, with packed masks.
 
     Args:
-        in_features, out_features: as in `MGLU`, and so are all arguments that are not listed here, but `weight_format`
-            must be `dense`.
+        in_features, out_features: as in `MGLU`, like all arguments that are not listed here. `weight_format` must be
+            `dense`.
         bias: add the biases b_g and b_v, which all masks share.
         mask_gate: mask the gates. If False, a gate is `act(x W^T)`, the paper's ablation 'no gate mask'.
         mask_value: mask the values. If False, a value is `x W^T`, the ablation 'no value mask'. A layer without masks

@@ -153,8 +153,8 @@ class StoredLinear(nn.Module):
         """Set an attribute, and turn parameters that FSDP2 sets into `_Shard`s.
 
         FSDP2 calls `__setattr__` only in classes that define it; in other classes it writes to `_parameters`. DTensors
-        of tensor parallelism must not become `_Shard`s, which `torch.compile` does not accept there. They look like
-        FSDP2's, so this method reads from the call stack whether FSDP2 has called it.
+        of tensor parallelism must not hold `_Shard`s, because `torch.compile` does not accept that. They look like the
+        DTensors of FSDP2, so this method reads from the call stack whether FSDP2 has called it.
         """
         if name not in ("weight", SCALE):
             super().__setattr__(name, value)

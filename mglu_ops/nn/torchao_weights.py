@@ -61,7 +61,7 @@ def _stored(tensor: Any, chosen: WeightFormat) -> Tensor | None:
     if is_packed or str(getattr(tensor, "target_dtype", "")) == "torch.int4":
         if chosen.packed == 1:
             return None
-        return numbers.view(chosen.dtype) ^ 0x88 if is_packed else chosen.pack(numbers)  # XOR adds 8 to both numbers
+        return numbers.view(chosen.dtype) ^ 0x88 if is_packed else chosen.pack(numbers)  # ^ adds 8 to both nibbles
     return numbers if numbers.dtype is chosen.dtype else None
 
 

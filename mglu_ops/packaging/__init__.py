@@ -3,9 +3,8 @@
 - `export` compiles a model into a package, `package` reads and writes its description, `load` checks and loads it.
 - `describe` makes a package's description from the program; `inputs` checks the inputs of each call against it.
 - `seal` writes and checks the checksum at the end of packages and weights files.
-- `library` builds and loads `libmglu_ops.so`; `device_code` compiles the CUDA kernels that go into it, and `generated`
+- `library` builds `libmglu_ops.so`; `device_code` compiles the CUDA kernels that go into it, and `generated`
   writes the files of its sources that are made from lists in Python.
-- `shim` lets a package call the library without torch's dispatcher.
 - `composite` is `mglu::forward` in torch operators; `cpp_runtime` finds packages that contain a copy of libstdc++.
 - `tensor_file` writes tensors for C++ programs; `command` is the command line.
 

@@ -15,8 +15,8 @@ from ..errors import UserError
 
 EXPORT = "Compiles a model into a package for inference, with the masks of its MGLU layers packed."
 BUILD = (
-    "Builds libmglu_ops.so, with which a C++ program runs packages without Python, and packages made with --shim run "
-    "anywhere. Needs CMake (pip install cmake) and a C++20 compiler, and no CUDA."
+    "Builds libmglu_ops.so, with which a C++ program runs packages without Python. Needs CMake (pip install cmake) and "
+    "a C++20 compiler, and no CUDA."
 )
 
 
@@ -31,9 +31,7 @@ def add_parser(subparsers: Any) -> None:
         help="auto (default), cpu or cuda (the operator), triton or composite (code in the package)",
     )
     parser.add_argument("--static", action="store_true", help="take no other shapes than those of the example")
-    parser.add_argument("--shim", action="store_true", help="call libmglu_ops.so directly, past torch's dispatcher")
     parser.add_argument("--weights", type=Path, metavar="FILE", help="keep the tensors in FILE, for packages to share")
-    parser.add_argument("--multi-arch", action="store_true", help="add code for later GPUs (before Hopper)")
     parser.add_argument("--strict", action="store_true", help="fail if a layer that is recognised cannot be fused")
     parser.set_defaults(run=run_export)
 
@@ -75,9 +73,7 @@ def run_export(options: argparse.Namespace) -> int:
                 options.path,
                 dynamic_tokens=not options.static,
                 backend=options.backend,
-                shim=options.shim,
                 weights=options.weights,
-                multi_arch=options.multi_arch,
                 strict=options.strict,
             )
     except (ValueError, OSError, BuildError, FusionError, PackageError) as error:

@@ -29,9 +29,7 @@ def describe(
     path: Path,
     device: torch.device,
     backend: str,
-    shim: bool,
     embeds_weights: bool,
-    multi_arch: bool,
 ) -> PackageInfo:
     """Describe the package of a program. `fused` is the program after fusion, from which the package is compiled.
 
@@ -41,7 +39,6 @@ def describe(
     from .. import __version__
     from ..passes import layers_of
 
-    has_code = backend in ("triton", "composite")
     inputs = _describe_inputs(program)
     conditions = _conditions(program, inputs)
     _check_example(program, inputs, conditions)
@@ -52,9 +49,8 @@ def describe(
         device=device.type,
         cpu=[platform.machine(), torch.backends.cpu.get_cpu_capability()],
         arch=list(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None,
-        multi_arch=multi_arch,
         backend=backend,
-        calls="nothing" if has_code else "shim" if shim else "operator",
+        calls="nothing" if backend in ("triton", "composite") else "operator",
         embeds_weights=embeds_weights,
         inputs=inputs,
         conditions=conditions,

@@ -44,9 +44,7 @@ def export(
     backend: str = "auto",
     *,
     dynamic_shapes: Any = None,
-    shim: bool = False,
     weights: str | Path | None = None,
-    multi_arch: bool = False,
     strict: bool = False,
     assume_binary: bool = False,
     inductor_options: Mapping[str, Any] | None = None,
@@ -75,13 +73,8 @@ def export(
             into the package, which then needs no operator library, but cannot run experts. "auto" is the operator of
             the inputs' device.
         dynamic_shapes: the argument `dynamic_shapes` of `torch.export.export`, in place of `dynamic_tokens`.
-        shim: call `libmglu_ops.so` directly (see `packaging.shim`), also in Python: `mglu_ops.load(path, library=...)`.
-            The library has no C functions for experts.
         weights: a file for the parameters and packed masks, which are then not in the package. `mglu_ops.load` needs
             it. Packages that are made with the same file share its tensors. If the file exists, it is extended.
-        multi_arch: add PTX for the kernels of Inductor and Triton, which the drivers of later GPUs compile; the kernels
-            of `libmglu_ops.so` do not change. It needs nvcc, and a GPU below compute capability 9.0, since from 9.0 on
-            torch compiles for instructions that later architectures lack.
         strict: raise an error if a recognised layer cannot be fused. If False, warn and compile it unfused.
         assume_binary: see `mglu_ops.enable_fusion`. The values of constant masks are always checked.
         inductor_options: further settings of Inductor.
@@ -115,9 +108,9 @@ def export(
             raise ValueError("model: no MGLU layer was found in it" + "".join(f"; {site}" for site in report.missed))
         _check_masks(fused)
         backend = device.type if backend == "auto" else backend
-        _check_backend(backend, device, shim, multi_arch)
-        _check_experts(fused, backend, shim)
-        info = describe(program, fused, path, device, backend, shim, weights is None, multi_arch)
+        _check_backend(backend, device)
+        _check_experts(fused, backend)
+        info = describe(program, fused, path, device, backend, weights is None)
         if backend == "triton":
             _check_triton(info.layers, device)
         info.missed.extend(" ".join(str(site).split()) for site in report.missed)
@@ -198,30 +191,19 @@ def _compiler(options: Mapping[str, Any]) -> dict[str, Any]:
     return setting
 
 
-def _check_backend(backend: str, device: torch.device, shim: bool, multi_arch: bool) -> None:
+def _check_backend(backend: str, device: torch.device) -> None:
     if backend in ("cpu", "cuda") and backend != device.type:
         raise ValueError(f"backend: got {backend!r}, but the model is on {device.type}")
     if backend == "triton" and device.type != "cuda":
         raise ValueError(f"backend: got 'triton', which is for GPUs, but the model is on {device.type}")
-    if multi_arch and (device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)):
-        raise ValueError(
-            "multi_arch: torch makes code for later GPUs on GPUs of compute capability 8.x alone; export the model on "
-            "each kind of GPU on which it shall run"
-        )
-    if shim and backend not in ("cpu", "cuda"):
-        raise ValueError(f"shim: with backend {backend!r} there is no operator to call")
 
 
-def _check_experts(program: ExportedProgram, backend: str, shim: bool) -> None:
+def _check_experts(program: ExportedProgram, backend: str) -> None:
     """Check that the backend supports the program's operators over experts, which a package can only call."""
     called = [node.target.name() for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     name = next((name for name in called if name.startswith(("mglu::experts_", "mglu::grouped_"))), None)
-    if name is None:
-        return
-    if backend in _RULES:
+    if name is not None and backend in _RULES:
         raise ValueError(f"backend: got {backend!r}, which has no code for the model's {name}; must be 'cpu' or 'cuda'")
-    if shim:
-        raise ValueError(f"shim: got True, but libmglu_ops.so has no C function for the model's {name}; must be False")
 
 
 def _check_triton(layers: Sequence[LayerInfo], device: torch.device) -> None:
@@ -375,8 +357,6 @@ def _compile(
     """Compile `fused`, the program after fusion, and add the conditions of its code to the description."""
     from torch._inductor.exc import InductorError
 
-    from . import shim
-
     def add_conditions(graph: Graph) -> None:
         for each in given if isinstance(given, (list, tuple)) else [given] if given else []:
             each(graph)
@@ -393,11 +373,6 @@ def _compile(
     options["post_grad_custom_post_pass"] = add_conditions
     if not info.embeds_weights:
         options["aot_inductor.package_constants_in_so"] = False
-    if info.multi_arch:
-        options["aot_inductor.emit_multi_arch_kernel"] = True
-    if info.calls == "shim":
-        shim.call_shim(fused.graph_module)
-        options |= shim.settings(info.device)
     with _layers_as_code(info.backend), _symbols_in_integers():
         try:
             torch._inductor.aoti_compile_and_package(fused, package_path=str(path), inductor_configs=options)

@@ -1,9 +1,7 @@
-"""Builds `libmglu_ops.so` from `csrc` with CMake, and loads it after comparing its checksum."""
+"""Builds `libmglu_ops.so` from `csrc` with CMake."""
 
 from __future__ import annotations
 
-import ctypes
-import hashlib
 import os
 import shlex
 import shutil
@@ -18,11 +16,8 @@ from .. import notices
 from ..backends.cpu.build import BuildError, as_program, find_compiler
 from ..backends.interruptible import run
 from ..files import as_path, check_writable
-from .seal import PackageError
 
 LIBRARY = "libmglu_ops.so"
-CHECKSUM = f"{LIBRARY}.sha256"
-"""The file with the library's checksum, beside the library, in the format of `sha256sum`."""
 
 
 @cache
@@ -44,13 +39,13 @@ def build_runtime(
     packages: Sequence[str | Path] = (),
     program: bool = False,
 ) -> Path:
-    """Build `libmglu_ops.so` for C++ programs and for packages that call its shims.
+    """Build `libmglu_ops.so` for C++ programs.
 
     The build needs CMake, a C++20 compiler and torch's headers, but not CUDA. The library runs with torch 2.11 and
     later, whichever version it was built with.
 
     Args:
-        out: folder for the library and its checksum; created if missing.
+        out: folder for the library; created if missing.
         compiler: the command line of the C++ compiler; by default `$CXX`, else `c++`, `g++` or `clang++`.
         flags: further compiler flags, such as `-march=native` or `-fsanitize=address`.
         archs: GPU architectures ("sm_90") for which kernels are compiled into the library, with NVRTC or nvcc. NVRTC
@@ -79,9 +74,7 @@ def build_runtime(
             write_kernels(kernels, archs, packages)
         targets = ["mglu_ops", "run_package"] if program else ["mglu_ops"]
         build_targets(out, targets, compiler=compiler, flags=flags, kernels=kernels)
-    library = out / LIBRARY
-    library.with_name(CHECKSUM).write_text(f"{_checksum(library)}  {LIBRARY}\n")
-    return library
+    return out / LIBRARY
 
 
 def build_targets(
@@ -173,37 +166,3 @@ def _run(command: Sequence[str], show: Callable[[str], object] | None = None) ->
     (process,) = run([command], show=show)
     if process.returncode != 0:
         raise BuildError(f"{shlex.join(command)} failed:\n{process.stdout}")
-
-
-def _checksum(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-_loaded: dict[str, ctypes.CDLL] = {}
-
-
-def load_library(path: str | Path) -> None:
-    """Load `libmglu_ops.so` into this process, for packages that call its shims. A second call has no effect.
-
-    The operators of `mglu_ops` stay, because the library registers only operators that the process lacks.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        PackageError: the checksum is missing or differs, or the system cannot load the library.
-    """
-    path = as_path("path", path).resolve()
-    if str(path) in _loaded:
-        return
-    if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a file; `python -m mglu_ops build-runtime --out DIR` builds it")
-    # The system's loader does not check the file. A truncated library kills the process, and a damaged one may do
-    # worse.
-    checksum = path.with_name(path.name + ".sha256")
-    if not checksum.is_file():
-        raise PackageError(f"{path} has no {checksum.name} beside it; build it with `python -m mglu_ops build-runtime`")
-    if checksum.read_text(errors="replace").split()[:1] != [_checksum(path)]:
-        raise PackageError(f"{path} is truncated, damaged or another file than {checksum.name} was written for")
-    try:
-        _loaded[str(path)] = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)  # packages look for its symbols globally
-    except OSError as error:
-        raise PackageError(f"{path} cannot be loaded: {error}") from error

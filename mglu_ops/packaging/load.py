@@ -61,7 +61,6 @@ class Package:
 def load(
     path: str | Path,
     *,
-    library: str | Path | None = None,
     weights: str | Path | Mapping[str, Tensor] | None = None,
 ) -> Package:
     """Load a package of `mglu_ops.export`.
@@ -69,7 +68,6 @@ def load(
     Args:
         path: the package. It is code that runs in this process, so load only packages whose programs you would run. The
             checks find damage and mistakes, not malice.
-        library: `libmglu_ops.so`, for a package made with `shim=True`.
         weights: for a package made with `weights=...`, that file, or its tensors as `load_weights` returns them.
             Packages that get the same tensors share them without a copy. torch 2.13 never frees tensors that it has
             given to a package, so load the weights only once (`load_weights`) if you load packages repeatedly.
@@ -81,11 +79,10 @@ def load(
         FileNotFoundError: there is no such file.
         TypeError: an argument is not a path, or `weights` neither a path nor a mapping.
         PackageError: the package is damaged, was not made by this version of `export`, was made for another torch, CPU,
-            device or GPU, was compiled with a C++ compiler that links libstdc++ statically, or needs a library or
-            weights that are missing or do not fit.
+            device or GPU, was compiled with a C++ compiler that links libstdc++ statically, or needs weights that are
+            missing or do not fit.
     """
     path = as_path("path", path)
-    library = None if library is None else as_path("library", library)
     weights = weights if weights is None or isinstance(weights, Mapping) else as_path("weights", weights)
     info = read_info(path)
     _check_process(info)
@@ -94,14 +91,6 @@ def load(
             f"{path} holds a copy of libstdc++ and would crash Python, because its C++ compiler links it "
             "statically; export it anew, with CXX set to a compiler that links libstdc++.so"
         )
-    if info.calls == "shim":
-        from .library import load_library
-
-        if library is None:
-            raise PackageError(
-                f"{path} calls libmglu_ops.so: pass library=, built by `python -m mglu_ops build-runtime`"
-            )
-        load_library(library)
     if info.embeds_weights != (weights is None):
         have = "has no weights in it: pass weights=" if weights is None else "has its own weights"
         raise PackageError(f"{path} {have}")
@@ -183,7 +172,7 @@ def _check_process(info: PackageInfo) -> None:
         raise PackageError(f"{info.path} is for a GPU, and torch sees none here")
     assert info.arch is not None
     made, here = tuple(info.arch), torch.cuda.get_device_capability()
-    if made != here and not (info.multi_arch and here > made):
+    if made != here:
         raise PackageError(
             f"{info.path} was compiled for compute capability {made[0]}.{made[1]}, and this GPU "
             f"({torch.cuda.get_device_name()}) has {here[0]}.{here[1]}; export it here"

@@ -126,8 +126,8 @@ class PackageInfo:
         mglu_ops: the version of mglu_ops that made it.
         device: "cpu" or "cuda".
         backend: what runs the layers: "cpu" or "cuda" (the operator), "triton" or "composite" (code in the package).
-        calls: how the package calls a layer: "operator" (through torch's dispatcher), "shim" (a C function of
-            libmglu_ops.so), or "nothing" if the layers are code in the package.
+        calls: what the package calls for a layer: "operator" (through torch's dispatcher), or "nothing" if the layers
+            are code in the package.
         embeds_weights: True if the tensors are in the package.
         inputs: the model's inputs, flattened.
         conditions: expressions in the symbols of the inputs' sizes. The model branches on them, and the code is correct
@@ -136,7 +136,6 @@ class PackageInfo:
         weights: the tensors in the weights file; none if the package embeds them.
         cpu: the machine and the vector instructions of the CPU that compiled it, by torch's names; None if unknown.
         arch: the compute capability of the GPU that it was compiled for; None for a CPU.
-        multi_arch: True if it also runs on later GPUs.
         missed: layers that were recognised but not fused, each with the reason.
         path: the path of the package.
     """
@@ -153,7 +152,6 @@ class PackageInfo:
     conditions: list[str] = field(default_factory=list)
     cpu: list[str] | None = None
     arch: list[int] | None = None
-    multi_arch: bool = False
     missed: list[str] = field(default_factory=list)
     path: str = ""
 
@@ -164,10 +162,9 @@ class PackageInfo:
         return {KEY: json.dumps(values)}
 
     def __str__(self) -> str:
-        gpu = "" if self.arch is None else f" sm_{self.arch[0]}{self.arch[1]}{' and later' if self.multi_arch else ''}"
+        gpu = "" if self.arch is None else f" sm_{self.arch[0]}{self.arch[1]}"
         needs = {
             "operator": "needs the operators of mglu_ops: from mglu_ops in Python, from libmglu_ops.so in C++",
-            "shim": "needs libmglu_ops.so",
             "nothing": "needs no operator library",
         }[self.calls]
         weights = "" if self.embeds_weights else ", weights in a file of their own"

@@ -3,8 +3,8 @@
 torch's loaders compare no checksums. Packages and weights files are zip archives, and `export` writes the seal as the
 archive's comment, at the end of the file:
 
-    mglu_ops seal 7 package torch=2.13 device=cpu weights=inside adler32=5e8fa1c0
-    mglu_ops seal 7 weights adler32=5e8fa1c0
+    mglu_ops seal 8 package torch=2.13 device=cpu weights=inside adler32=5e8fa1c0
+    mglu_ops seal 8 weights adler32=5e8fa1c0
 
 The number is the version of the file's format. The last eight characters are the Adler-32 checksum (RFC 1950) of all
 bytes before them. `csrc/library/seal.cpp` makes the same checks. A seal detects damage and mistakes. It cannot detect
@@ -21,7 +21,7 @@ import zlib
 from pathlib import Path
 from typing import BinaryIO
 
-FORMAT = 7
+FORMAT = 8
 """The version of packages and weights files, which changes whenever one of them is written differently."""
 
 _SEAL = re.compile(rb"mglu_ops seal (\d{1,9}) ([!-~ ]*)adler32=([0-9a-f]{8})\Z")

@@ -45,8 +45,8 @@ class ParallelExperts(ParallelStyle):
     parameters: DDP or FSDP averages their gradients, as in the rest of the model.
 
     Masks may be learned, fixed or frozen, and the layer may be divided before or after `mglu_ops.freeze` and
-    `mglu_ops.quantize`. A rank's number of rows in `fp8_block`, and of columns of the down projections in `fp8_block`
-    and `int4_group`, must be a multiple of 128.
+    `mglu_ops.quantize`. With `"rows"`, each rank must have a multiple of 128 rows of an expert's weight in `fp8_block`,
+    and a multiple of 128 columns of a down projection in `fp8_block` or `int4_group`.
 
     Args:
         divide: `"experts"` or `"rows"`.

@@ -1,4 +1,4 @@
-"""The models of this package: a table with one row each, from which their classes are made and registered.
+"""The models of this package: a table with one row per model, from which its classes are made and registered.
 
 Each row is a call of `_classes` at the end of this file. It makes classes with the names of Transformers' classes and
 MGLU in front. To add an architecture, add a row here and a row to the table in README.md. The tests take the models
@@ -63,7 +63,7 @@ def _classes(name: str, decoder_name: str | None = None) -> tuple[type[Any], typ
 
 
 def _plans(plan: dict[str, str], has_experts: bool) -> dict[str, dict[str, str]]:
-    """Make a configuration's parallel plans from the base's tensor-parallel plan, with MGLU in place of SwiGLU."""
+    """Make parallel plans from the tensor-parallel plan of a base configuration, with MGLU in place of SwiGLU."""
     own = {name: style for name, style in plan.items() if ".mlp." not in name}
     if "layers.*.mlp.gate_proj" in plan:
         own |= {"layers.*.mlp.mglu": "mglu_colwise", "layers.*.mlp.down_proj": "rowwise"}

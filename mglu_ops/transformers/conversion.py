@@ -67,8 +67,8 @@ def from_swiglu(
         TypeError: a feed-forward layer computes something else than a gated linear unit of plain linear layers; the
             model has adapters; or this package has an MGLU class for the model, but a layer is not as Transformers
             makes it.
-        ValueError: there is no such layer; such a layer has biases; the model is compiled, on several devices or has no
-            data; or another argument is out of range.
+        ValueError: there is no layer to convert; a layer has biases; the model is compiled, on several devices or has
+            no data; or another argument is out of range.
     """
     if getattr(model, "peft_config", None):
         raise TypeError(f"model: got {type(model).__name__} with adapters of PEFT, must have none; merge them before")

@@ -239,7 +239,7 @@ def _owner(key: str) -> str:
 
 
 def _part(name: str, depth: int) -> str:
-    """A name up to its first number, and `depth` more parts of it. It is empty if the name lacks one of these parts."""
+    """The parts of a name up to its first number, and `depth` more parts; empty if the name has fewer parts."""
     found = re.match(rf"(.*?\.)?\d+(\.[^.]+){{{depth}}}(?=\.|$)", name)
     return found[0] if found else ""
 
@@ -264,7 +264,7 @@ _REASONS = {
     "learnable_masks=False; logits cannot be made from packed masks",
     **dict.fromkeys(("gate_proj.weight", "w1.weight", "gate_up_proj"), _SWIGLU),
 }
-"""Maps the last parts of the name of an unexpected tensor to what it tells about the checkpoint, and what to do."""
+"""Maps the end of an unexpected tensor's name to what the tensor tells about the checkpoint, and what to do."""
 
 
 def _reason(unexpected: set[str], is_in_some_layers: bool) -> str:

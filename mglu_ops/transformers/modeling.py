@@ -288,7 +288,7 @@ class MGLUMoeModelMixin(MGLUMoePreTrainedMixin, MGLUModelMixin):
 
 
 class MGLUMoeForCausalLMMixin(MGLUMoePreTrainedMixin, MGLULanguageModelMixin):
-    """A language model with MGLU experts. Its forward is the one of Transformers' class."""
+    """A language model with MGLU experts. It inherits `forward` from Transformers' class."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

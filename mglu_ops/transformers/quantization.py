@@ -30,7 +30,7 @@ class MGLUQuantizationConfig(QuantizationConfigMixin):
 
     The weight format also holds for the down projections of experts, but the activation format does not. Layers of
     other classes are not quantized by this package. If the model was loaded with another quantizer for its linear
-    layers, that quantizer keeps the key `quantization_config`, and this class is under `mglu_quantization_config`.
+    layers, that quantizer keeps the key `quantization_config`, and `mglu_quantization_config` holds this entry.
 
     Args:
         weight_format: a name in `mglu_ops.formats`.
@@ -151,7 +151,8 @@ def describe_stored_weights(model: nn.Module, config: Any) -> None:
     }
     stored = {module for module in layers.values() if module.weight_format != "dense"}
     formats = {(one.weight_format, one.activation_format) for one in stored if isinstance(one, MaskedLinear)}
-    # Down projections of experts have no activation format.
+    # Down projections of experts have no activation format, so they do not conflict with an MGLU layer of the same
+    # weight format.
     others = {one.weight_format for one in stored} - {weight_format for weight_format, _ in formats}
     quantized = sorted(formats | {(weight_format, "dense") for weight_format in others})
     if len(quantized) > 1:

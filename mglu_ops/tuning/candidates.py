@@ -42,8 +42,8 @@ _LADDERS: dict[str, dict[str, tuple[int, ...]]] = {
 def starts(call: Call, gpu: Gpu) -> list[LaunchConfig]:
     """The first launches of a search: the choices for the call, and for calls that differ from it in one respect.
 
-    Up to two of them are launches of `tile_wgmma`, one dense and one sparse, with clusters of two blocks. The blocks
-    share 128 rows, and each has half of the tokens.
+    Up to two more are launches of `tile_wgmma`, one dense and one sparse, with clusters of two blocks. The two blocks
+    of a cluster share 128 rows, and each has half of the tokens.
     """
     found = [
         without_tables(call, gpu),
@@ -62,7 +62,7 @@ def starts(call: Call, gpu: Gpu) -> list[LaunchConfig]:
 
 
 def neighbours(config: LaunchConfig, call: Call, gpu: Gpu) -> list[LaunchConfig]:
-    """Configurations one step of one setting away, or with as many warps but other `tiles` and `split_k`."""
+    """Return launches one step of one setting from `config`, or with as many warps in other `tiles` and `split_k`."""
     found = (_with_full_ring(other, call, gpu) for other in _steps(config))
     return [other for other in dict.fromkeys(found) if other != config and other.violation(call, gpu) is None]
 

@@ -32,7 +32,7 @@ _ROUNDINGS = 3  # the largest relative error of a correct result, in epsilons of
 
 
 class Layers:
-    """Layers with distinct weights, and the float64 result of the first one."""
+    """Layers with distinct weights, and the float64 result of the first layer."""
 
     def __init__(self, call: Call) -> None:
         shape = call.out_features, call.in_features

@@ -161,7 +161,7 @@ def check_loaded(model: nn.Module) -> None:
     for name, layer in model.named_modules():
         loaded = getattr(layer, "loaded", None)
         if isinstance(loaded, set):
-            # Expect only the router's weight, because a quantizer may add parameters that checkpoints do not have.
+            # Of the router's parameters, expect only the weight: a quantizer may add others, which checkpoints lack.
             expected = {key for key, _ in layer.named_parameters(recurse=False)}
             expected |= {"router.weight"} & {key for key, _ in layer.named_parameters()}
             if missing := sorted(expected - loaded):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm.model_executor.layers.quantization import QuantizationConfig
 
 _STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
-"""The projections that vLLM stacks in these models. vLLM also stacks SwiGLU's, which MGLU does not have."""
+"""The projections that vLLM stacks in these models. MGLU has no gate and up projections, which vLLM stacks too."""
 
 
 def _with_small_mlp(config: PretrainedConfig) -> PretrainedConfig:

@@ -82,7 +82,7 @@ def rows_of_rank(
 
 
 def columns_of_rank(columns: int, rank: int, ranks: int, weight_format: str, name: str = "intermediate_size") -> slice:
-    """The columns of a down projection that a rank holds, as in `rows_of_rank`.
+    """The columns of a down projection that a rank holds if `columns` are divided evenly over `ranks`.
 
     Raises:
         ValueError: as in `rows_of_rank`, for groups of columns that share a scale.

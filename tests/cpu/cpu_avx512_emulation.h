@@ -37,7 +37,7 @@ V each_(F f) {
     for (int i = 0; i < static_cast<int>(sizeof(v.lane) / sizeof(v.lane[0])); ++i) v.lane[i] = f(i);
     return v;
 }
-// Defines an intrinsic by lane i of its result.
+// Defines an intrinsic by an expression for lane i of its result.
 #define MGLU_LANES(V, name, parameters, lane_i)         \
     inline V name parameters {                          \
         return each_<V>([&](int i) { return lane_i; }); \

@@ -2,8 +2,8 @@
 // tests/cpu/test_cpu_kernels.py runs it. It prints a line for each instruction set that ran and for each mistake, and
 // its exit status is nonzero if there was a mistake.
 //
-// Every tensor is an allocation of exactly its size, so that sanitizers see reads past its end. All but the last
-// dimension have odd strides, so that rows start at every alignment.
+// Every tensor is an allocation of exactly its size, so that sanitizers see reads past its end. Rows have a few
+// elements between them, so that they start at different alignments.
 #include <cmath>
 #include <cstdio>
 #include <cstring>

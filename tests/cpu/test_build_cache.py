@@ -74,7 +74,7 @@ def test_a_file_that_cannot_be_loaded_is_replaced(folder, capsys):
 
 
 def test_a_folder_from_which_no_library_can_be_loaded_is_replaced(folder, capsys):
-    """For example, its disk is mounted noexec. The second call finds the library that the first has put elsewhere."""
+    """For example, its disk is mounted noexec. The second call finds the library where the first call has put it."""
     builds = []
 
     def load(path: Path, content: bytes) -> Path:

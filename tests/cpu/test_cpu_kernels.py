@@ -215,7 +215,7 @@ def test_results_are_rounded_to_nearest_and_ties_to_even(kernel):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_products_without_masks(kernel, name):
-    """Calls without masks give x W^T in float32, for all numbers of tokens and of columns in the last, partial step."""
+    """Calls without masks give x W^T in float32, also if columns, rows or tokens do not fill the last step or chunk."""
     if kernel.isa == "amx" or (kernel.isa == "avx512_bf16" and FORMATS[name].columns is not None):
         pytest.skip("has no such kernel")
     for tokens, out_features, in_features in ((1, 9, 70), (2, 8, 64), (3, 1, 2), (5, 17, 200), (9, 30, 130), (4, 3, 0)):
@@ -371,7 +371,7 @@ def test_bfloat16_instructions_refuse_other_types(kernel, dtype):
 
 @pytest.mark.parametrize("kernel", EMULATED[-1:], indirect=True, ids=str)
 def test_explain_names_the_instruction_set_that_runs(kernel):
-    """The instruction set depends on dtype, tokens and masks. Results have the bits of the named one."""
+    """The instruction set depends on dtype, tokens and masks. Results have the bits of the set that is named."""
     for tokens, n_masks, isa in ((1, 2, "avx512_bf16"), (1, 3, "avx512"), (300, 2, "amx")):
         layer = make_layer((tokens,), 64, 128, n_masks, dtype=torch.bfloat16)
         assert cpu.isa(torch.bfloat16, tokens, n_masks) == isa

@@ -29,7 +29,7 @@ from mglu_ops.formats import FORMATS
 
 ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 MOST_USED = ((8, 0), (9, 0))
-"""The architectures for which all cases are compiled. Others get fewer cases, because no source code is only theirs."""
+"""The architectures for which all cases are compiled. Others get fewer cases, as no source code is for them alone."""
 USUAL_MASKS = (1, 2, 4, 8, 16)
 REGISTERS_PER_SM = 65536
 

@@ -103,7 +103,7 @@ def layer_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
 
 
 def training_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
-    """Return all that the driver sees for `mglu::forward_train`; nothing if `tile_wgmma` cannot run the call."""
+    """Return all that the driver sees for `mglu::forward_train`; empty if `tile_wgmma` cannot run it."""
     config = training_choice(call, gpu)
     return "" if config is None else _plan_record(recorder, config.plan(call, gpu))
 
@@ -115,7 +115,7 @@ def experts_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
 
 
 def experts_training_record(recorder: RecordingDriver, call: Call, gpu: Gpu) -> str:
-    """Return all that the driver sees for `mglu::grouped_forward_train`; nothing if `tile_wgmma` cannot run it."""
+    """Return all that the driver sees for `mglu::grouped_forward_train`; empty if `tile_wgmma` cannot run it."""
     launch = training_items(call, gpu)
     return "" if launch is None else _plan_record(recorder, launch.plan(call, gpu))
 

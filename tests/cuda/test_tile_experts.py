@@ -144,7 +144,7 @@ def test_tiles_grow_with_the_rows_of_an_expert() -> None:
 
 
 def test_the_model_counts_items_of_random_loads() -> None:
-    """Half of all experts have more rows than the mean, so items of the mean width do not hold them."""
+    """Half of all experts have more rows than the mean, so one item of the mean width does not hold their rows."""
     loads = torch.poisson(torch.full((100_000,), 64.0), generator=torch.Generator().manual_seed(0))
     for item_rows in (16, 32, 64, 80, 128):
         expected = (loads / item_rows).ceil().mean().item()

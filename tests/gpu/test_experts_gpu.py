@@ -31,7 +31,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def run(given: Given, launch: ExpertLaunch | None = None) -> Tensor:
-    """The result. The memory that it is allocated in held NaN before."""
+    """The result, in memory that held NaN before."""
     call = Call.of(given)
     torch.full(call.result_shape, torch.nan, dtype=given.x.dtype, device="cuda")
     return dispatch.forward(given, backend="cuda", launch=launch)

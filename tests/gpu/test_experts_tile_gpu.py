@@ -35,7 +35,7 @@ def chosen(given: Given) -> TileItems:
 
 
 def run(given: Given, launch: TileItems | None = None) -> Tensor:
-    """The result. The memory that it is allocated in held NaN before."""
+    """The result, in memory that held NaN before."""
     torch.full(Call.of(given).result_shape, torch.nan, dtype=given.x.dtype, device="cuda")
     return dispatch.forward(given, backend="cuda", launch=launch or chosen(given))
 

@@ -35,7 +35,7 @@ def operands_of(tokens: int) -> tuple[torch.Tensor, ...]:
 def test_a_call_costs_the_host_little(mode: type[torch.no_grad], tokens: int) -> None:
     operands = operands_of(tokens)
     times = []
-    # tests/conftest.py lets torch fill all new tensors, which takes another kernel.
+    # In the deterministic mode that tests/conftest.py sets, torch fills all new tensors, which takes another kernel.
     torch.use_deterministic_algorithms(False)
     with mode():
         for _ in range(50):

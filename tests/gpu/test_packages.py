@@ -44,7 +44,6 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("packages")
     layers = model(torch.float16)
     mglu_ops.export(layers, (inputs(1, torch.float16),), folder / "operator.pt2")
-    mglu_ops.export(layers, (inputs(1, torch.float16),), folder / "shim.pt2", shim=True)
     mglu_ops.export(layers, (inputs(1, torch.float16),), folder / "triton.pt2", backend="triton")
     stored = StoredLayers(2048, 1024, n_masks=4).cuda()
     (folder / "stored").mkdir()
@@ -103,7 +102,7 @@ def run_package(program: Path, package: Path, *options: str) -> str:
     return process.stderr
 
 
-@pytest.mark.parametrize("package", ["operator.pt2", "shim.pt2", "stored/operator.pt2", "rounding/operator.pt2"])
+@pytest.mark.parametrize("package", ["operator.pt2", "stored/operator.pt2", "rounding/operator.pt2"])
 @pytest.mark.parametrize("kernels", ["compiled", "nvrtc"])
 def test_the_library_runs_packages(packages: Path, libraries: dict[str, Path], kernels: str, package: str) -> None:
     """Without compiled kernels, the library uses plain kernels and must print a message."""
@@ -114,17 +113,6 @@ def test_the_library_runs_packages(packages: Path, libraries: dict[str, Path], k
 def test_triton_packages_need_no_library(packages: Path, program_alone: Path) -> None:
     run_package(program_alone, packages / "triton.pt2", "--time", "200")
     assert "libmglu_ops" not in run(["ldd", program_alone]).stdout
-
-
-def test_a_package_for_several_gpus(packages: Path, program_alone: Path) -> None:
-    """The package runs on GPUs before Hopper. On Hopper and later, torch cannot make it, and `export` fails."""
-    layers, example, path = model(torch.float16), (inputs(1, torch.float16),), packages / "several.pt2"
-    if torch.cuda.get_device_capability() >= (9, 0):
-        with pytest.raises(ValueError, match=r"compute capability 8\.x alone"):
-            mglu_ops.export(layers, example, path, backend="triton", multi_arch=True)
-        return
-    assert mglu_ops.export(layers, example, path, backend="triton", multi_arch=True).multi_arch
-    run_package(program_alone, path)
 
 
 LIBRARY_ALONE = """

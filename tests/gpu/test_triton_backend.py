@@ -103,7 +103,7 @@ def test_error_is_near_the_naive_layers(density: float, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("fill", [False, True])
 def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
-    """Tests one token only. For more tokens, the matmul kernel sums its two products in different orders."""
+    """Tests one token only: for more, two products are summed in different orders, so they differ by rounding."""
     x, weight, masks, _ = problem(1, 128, 1000, 4, torch.float16)
     result = run_on("triton", x, weight, pack(torch.full_like(masks, fill)), "identity", None)
     assert torch.equal(result, torch.zeros_like(result))

@@ -242,7 +242,7 @@ def test_logits_beside_packed_masks_are_refused(tmp_path: Path) -> None:
 
 @FORMS
 def test_layers_in_two_forms_are_named(learnable: bool, tmp_path: Path) -> None:
-    """Some layers have logits, others packed masks. No `learnable_masks` fits all, so the message suggests no value."""
+    """Some layers have logits, others packed masks. No value of `learnable_masks` fits, so the message names none."""
     saved(tiny(), tmp_path)
     logits_key = MASKS.replace("packed_masks", "mask_logits")
     rewrite(tmp_path, lambda state: {MASKS: torch.ops.mglu.pack_logits(state.pop(logits_key)), **state})

@@ -71,7 +71,7 @@ def test_a_quantized_model_comes_back(weight_format: str, name: str, tmp_path: P
 def test_a_layer_on_the_disk_is_that_of_the_checkpoint(
     weight_format: str, name: str, offload_buffers: bool, tmp_path: Path
 ) -> None:
-    """An offloaded layer has its weight on meta, but perhaps not its masks. Transformers must not call it missing."""
+    """An offloaded layer has its weight on meta. Transformers must not treat this weight as missing."""
     model = quantized(weight_format, name, mask_top_k=1)
     model.save_pretrained(tmp_path / "first")
     result = loaded_from_disk(tmp_path / "first", offload_buffers=offload_buffers)

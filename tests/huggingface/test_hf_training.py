@@ -29,7 +29,7 @@ def trainer(model: Any, folder: Path, trainer_class: type[Any] = mt.MGLUTrainer,
         "max_steps": 2,
         "learning_rate": 0.01,
         "weight_decay": 0.1,
-        "adam_epsilon": 1e-3,  # otherwise a step has full size where rounding decides the sign of a gradient
+        "adam_epsilon": 1e-3,  # if this is tiny, Adam takes a full step even for a gradient that is rounding noise
         "report_to": [],
         "save_strategy": "no",
         "disable_tqdm": True,

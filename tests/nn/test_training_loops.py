@@ -34,7 +34,7 @@ def naive_run(n_masks: int) -> Run:
     [(1, True), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, False), (3, True), (3, False)))],
 )
 def test_a_fused_run_follows_the_naive_run(n_masks: int, save_activations: bool) -> None:
-    """With one mask, a logit comes within 1e-9 of 0 in step 63. The two runs may have different masks afterwards."""
+    """With one mask, a logit is within 1e-9 of 0 at step 63. From this step on, the masks of the runs may differ."""
     fused = train(student(MGLU, n_masks, save_activations=save_activations))
     assert_same_training(fused, naive_run(n_masks))
 

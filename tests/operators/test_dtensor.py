@@ -289,7 +289,7 @@ def _experts(ranks: Ranks) -> None:
 
 
 def _stored_experts(ranks: Ranks) -> None:
-    """Quantized experts and their scales, sharded by rows. A shard holds whole blocks of rows that share scales."""
+    """Quantized experts and their scales, sharded by rows, in formats in which no two rows share a scale."""
     for name in ("int8_row", "int4_group"):  # gloo cannot scatter fp8
         x, weight, packed_masks, _, _, scale, *_, expert_ids, _ = make_experts(weight_format=name).given
         given = {"x": x, "weight": weight, "packed_masks": packed_masks, "expert_ids": expert_ids}

@@ -192,7 +192,7 @@ def test_autocast_casts_x_alone() -> None:
 
 @every_format
 def test_vmap(name: str) -> None:
-    """A vmap over x makes one call with more tokens. A vmap over weights and scales loops over calls."""
+    """A vmap over x makes one call with more tokens. A vmap over the scales is a loop of calls."""
     given, _ = stored_layer(name, torch.float32, 4, 130, 264, 2)
     x = torch.stack((given.x, 2 * given.x))
     batched = torch.vmap(lambda one: forward(*given._replace(x=one)))(x)

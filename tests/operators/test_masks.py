@@ -55,7 +55,7 @@ def test_logits_are_packed_by_their_sign(n_masks, out_features, in_features, lay
     packed = torch.ops.mglu.pack_logits(logits)
     assert torch.equal(packed, expected)
     assert packed.is_contiguous()
-    for source in (logits, logits > 0):  # the operators themselves use the kernels only for larger masks
+    for source in (logits, logits > 0):  # call the kernels, which the operators use only for larger masks
         if BACKENDS["cpu"].can_pack(source):
             assert torch.equal(BACKENDS["cpu"].pack(source), expected)
 

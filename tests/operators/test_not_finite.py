@@ -32,7 +32,7 @@ def changed(layer: Layer, where: str, value: float) -> Layer:
 
 
 def launches(backend: str, dtype: torch.dtype) -> list[str | None]:
-    """The launch options of a backend: for the CPU, this machine's instruction sets, and otherwise only the default."""
+    """The launches to test: this machine's instruction sets for the backend `cpu`, and None for other backends."""
     if backend != "cpu":
         return [None]
     return [isa for isa in cpu.ISAS if isa != "best" and library.load().supports(isa, dtype)]

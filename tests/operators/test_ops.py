@@ -111,7 +111,7 @@ def test_a_mask_given_several_times_counts_several_times(layer, times):
 
 @given(s.layers(), s.seeds)
 def test_tokens_are_independent(layer, seed):
-    """A token's result is the same alone and among other tokens, whatever their values."""
+    """A token's result is within the budget alone and among other tokens, even if their values are large."""
     x = layer.x.reshape(-1, layer.x.shape[-1])
     mask_weight = None if layer.mask_weights is None else layer.mask_weights.reshape(len(x), -1)
     token = seed % len(x)

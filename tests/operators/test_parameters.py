@@ -121,7 +121,7 @@ STEPS = {
 def test_sizes_hold_the_expression_that_gives_their_value(
     values: tuple[int, int], steps: list[tuple[str, int]]
 ) -> None:
-    """Evaluated for other values, the expression gives what plain integers give."""
+    """For other values of a and b, the expression has the value that plain integers give."""
 
     def computed(size: int, b: int) -> int:
         for kind, number in steps:

@@ -186,7 +186,7 @@ OTHER_ARGUMENTS = [
 
 
 def outcome(op: str, name: str, change: Change, *, repeated: bool) -> object:
-    """The results or the error of a changed call, which is the first call, or `repeated` after a good call."""
+    """The results or the error of a changed call. If `repeated`, a good call with the same tensors precedes it."""
     forget()
     args = arguments(op)
     if repeated:

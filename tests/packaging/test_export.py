@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from budgets import BUDGET
 from expert_layers import make_down, make_experts
 from hypothesis import given
-from library_fixtures import frozen_experts, inputs, model, needs_compiler
+from library_fixtures import frozen_experts, inputs, model
 from small_packages import write_archive
 from strategies import Layer, layers
 from torch import Tensor, nn
@@ -47,17 +47,14 @@ def test_a_package_agrees_with_its_model(request: pytest.FixtureRequest, fixture
 
 
 @long
-@needs_compiler
-def test_a_package_with_a_shim_and_a_weights_file_agrees_with_its_model(more_packages: Path, library: Path) -> None:
+def test_a_package_with_a_weights_file_agrees_with_its_model(more_packages: Path) -> None:
     bare, x = more_packages / "bare.pt2", inputs(1)
     info = read_info(bare)
-    assert (info.calls, info.embeds_weights, info.inputs[0].shape) == ("shim", False, [1, 64])
-    loaded = mglu_ops.load(bare, library=library, weights=more_packages / "weights.pt")
+    assert (info.calls, info.embeds_weights, info.inputs[0].shape) == ("operator", False, [1, 64])
+    loaded = mglu_ops.load(bare, weights=more_packages / "weights.pt")
     torch.testing.assert_close(loaded(x), model()(x).detach())
-    with pytest.raises(PackageError, match="pass library="):
-        mglu_ops.load(bare, weights=more_packages / "weights.pt")
     with pytest.raises(PackageError, match="pass weights="):
-        mglu_ops.load(bare, library=library)
+        mglu_ops.load(bare)
     with pytest.raises(ValueError, match=r"must be input: float32 \[1, 64\]"):
         loaded(inputs(4))
 
@@ -75,7 +72,6 @@ def test_the_torch_operations_of_a_package_agree_with_the_oracle(layer: Layer) -
 
 
 @long
-@needs_compiler
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
@@ -87,11 +83,11 @@ def test_the_torch_operations_of_a_package_agree_with_the_oracle(layer: Layer) -
         ("1.packed_masks", lambda w: None, r"1\.packed_masks: got NoneType, must be uint8 \[96, 8, 4\]"),
     ],
 )
-def test_weights_of_another_layout_are_refused(more_packages, library, name, change, words):
+def test_weights_of_another_layout_are_refused(more_packages, name, change, words):
     """A package's code reads weights with the layout that it was compiled for, without checking them."""
     weights = mglu_ops.load_weights(more_packages / "weights.pt")
     with pytest.raises(PackageError, match=words):
-        mglu_ops.load(more_packages / "bare.pt2", library=library, weights={**weights, name: change(weights[name])})
+        mglu_ops.load(more_packages / "bare.pt2", weights={**weights, name: change(weights[name])})
 
 
 class RoutedExperts(nn.Module):
@@ -155,16 +151,10 @@ def test_a_package_of_experts_that_learn_holds_no_logits(tmp_path: Path) -> None
     assert "experts.mask_logits" not in names
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"backend": "composite"}, "backend: got 'composite', which has no code for the model's mglu::experts_forward"),
-        ({"shim": True}, "shim: got True, but libmglu_ops.so has no C function for the model's mglu::experts_forward"),
-    ],
-)
-def test_experts_are_refused_by_name_where_they_do_not_run(tmp_path, options, words):
+def test_experts_are_refused_by_name_where_they_do_not_run(tmp_path: Path) -> None:
+    words = "backend: got 'composite', which has no code for the model's mglu::experts_forward"
     with pytest.raises(ValueError, match=words):
-        mglu_ops.export(frozen_experts(), (inputs(1),), tmp_path / "model.pt2", **options)
+        mglu_ops.export(frozen_experts(), (inputs(1),), tmp_path / "model.pt2", backend="composite")
 
 
 def test_packed_masks_of_experts_are_checked(tmp_path: Path) -> None:
@@ -309,8 +299,6 @@ class ByKeyword(nn.Module):
         ({"backend": "tpu"}, "backend: got 'tpu'"),
         ({"backend": "triton"}, "is for GPUs"),
         ({"backend": "cuda"}, "the model is on cpu"),
-        ({"backend": "composite", "shim": True}, "no operator to call"),
-        ({"multi_arch": True}, "on GPUs of compute capability 8"),
         ({"model": nn.Linear(64, 3)}, "no MGLU layer"),
         ({"model": ByKeyword()}, r"example_inputs: got float32 \[3, 64\], must be positional inputs of forward\(\*\*"),
     ],

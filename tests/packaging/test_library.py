@@ -50,18 +50,13 @@ def test_the_library_exports_only_names_of_mglu(library: Path) -> None:
     exported = [
         name for name in symbols(library, "--defined-only") if not re.match(r"_Z|_edata|_end|__bss_start", name)
     ]
-    assert {"aoti_torch_cpu_mglu_forward", "aoti_torch_cuda_mglu_forward", "mglu_check_model"} <= set(exported)
+    assert {"mglu_check_model", "mglu_version"} <= set(exported)
     assert all("mglu_" in name for name in exported), exported
 
 
 def test_header_and_package_have_one_version() -> None:
     header = (source_directory() / "library/mglu_ops.h").read_text()
     assert re.search(r'#define MGLU_OPS_VERSION "([^"]+)"', header)[1] == mglu_ops.__version__
-
-
-def test_the_checksum_matches_the_library(library: Path) -> None:
-    """The file with the checksum has the format of `sha256sum`."""
-    assert run(["sha256sum", "--check", f"{library.name}.sha256"], folder=library.parent).returncode == 0
 
 
 def test_a_compiler_error_is_reported(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_experts_give_the_bits_that_they_give_in_python(library, expert_package,
 
 
 @pytest.mark.long
-def test_a_package_with_a_shim_reads_its_weights_from_a_file(library, packages, more_packages):
+def test_a_package_reads_its_weights_from_a_file(library, packages, more_packages):
     package, weights, tensors = more_packages / "bare.pt2", more_packages / "weights.pt", tensor_files(packages)[:2]
     process = run_package(library.parent, package, "--weights", weights, *tensors)
     assert process.returncode == 0, process.stdout + process.stderr
@@ -101,7 +101,7 @@ def test_a_wrong_result_is_noticed(library: Path, packages: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("package", ["operator", "composite", "shim"])
+@pytest.mark.parametrize("package", ["operator", "composite"])
 def test_packages_run_under_sanitizers(programs: Path, packages: Path, more_packages: Path, package: str) -> None:
     folder = packages if package == "operator" else more_packages
     process = run_package(programs, folder / f"{package}.pt2", *tensor_files(packages))

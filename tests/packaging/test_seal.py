@@ -90,8 +90,8 @@ FOREIGN = {
     "empty": (b"", "has no seal at its end: it is truncated, or was not made by mglu_ops.export"),
     "code": (b"\x7fELF" + bytes(1000), "has no seal at its end"),
     "half a seal": (b"mglu_ops seal adler32=00000000", "has no seal at its end"),
-    "older": (b"mglu_ops seal 1 torch=2.13.0 device=cpu adler32=00000000", "has the format 1, must have 7: export the"),
-    "newer": (b"mglu_ops seal 8 package adler32=00000000", "has the format 8, must have 7: export the model anew"),
+    "older": (b"mglu_ops seal 1 torch=2.13.0 device=cpu adler32=00000000", "has the format 1, must have 8: export the"),
+    "newer": (b"mglu_ops seal 9 package adler32=00000000", "has the format 9, must have 8: export the model anew"),
 }
 
 

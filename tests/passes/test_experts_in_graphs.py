@@ -204,7 +204,7 @@ REFUSED = {
     "silu(einsum('eth,edh->edt', x, w * m)) * einsum('eth,edh->edt', x, w * ~m)": "by `einsum`",
     "silu(einsum('eth,eht->et', x, w * m)) * einsum('eth,eht->et', x, w * ~m)": "by `einsum`",
     "silu(einsum('eth,edh,edh->etd', x, w, m.double())) * einsum('eth,edh->etd', x, w * ~m)": "by `einsum`",
-    # One weight with a stack of masks, which are not experts
+    # A stack of masks that multiply one weight, which are not the masks of experts
     "silu(x @ (w[0] * m).mT) * (x @ (w[0] * ~m).mT)": "by `matmul`",
     # Weights of experts that are masked together, before one expert is selected or two weights are concatenated
     "a, b = w * m, w * ~m; silu(linear(x[0], a[0])) * linear(x[0], b[0])": "by `getitem`",

@@ -187,7 +187,7 @@ def test_assume_binary_checks_at_run_time() -> None:
 
 @pytest.mark.parametrize("kind", ["a pass", "a function without uuid", "a list of passes"])
 def test_passes_in_the_slot_are_run_first_and_once(kind: str) -> None:
-    """Other passes run before the fusion pass, and only once, for any number of enclosing blocks."""
+    """Other passes run before the fusion pass, and only once, even if several blocks enclose the compilation."""
     if kind == "a list of passes" and not hasattr(inductor_config, "pre_grad_pass_timing"):
         pytest.skip("the slot holds no list")
     theirs = [Recorder("first"), Recorder("second")]

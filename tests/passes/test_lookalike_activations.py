@@ -49,7 +49,7 @@ KINKS: dict[str, Callable[[Tensor], Tensor]] = {
     "clamp(min=-1)": lambda g: g.clamp(min=-1),
 }
 
-# Sums that would equal silu if the pass ignored an argument of one of their calls.
+# Sums and products that would equal silu if the pass ignored an argument of one of their calls.
 CANCELLING: dict[str, Callable[[Tensor], Tensor]] = {
     "hardtanh": lambda g: F.hardtanh(g) - F.hardtanh(g, max_val=2.0) + F.silu(g),
     "clamp": lambda g: g.clamp(min=0) - g.clamp(min=0, max=1) + F.silu(g),

@@ -102,7 +102,7 @@ FUSED = (
     f"{MASKED}; r = x.view(2, 4, 8); g = F.linear(r.view(-1, 8), a).view(2, 4, 8); y = F.silu(g) * F.linear(r, b); y",
     f"{MASKED}; r = x.view(2, 4, 8); g = F.silu(F.linear(r.flatten(0, 1), a)); y = g.view(2, 4, 8) * F.linear(r, b); y",
     f"{MASKED}; r = x.view(2, 4, 8); e = '...h,dh->...d'; y = F.silu(torch.einsum(e, r, a)) * torch.einsum(e, r, b); y",
-    # `7 % M` raises an error at M = 0, so its value stays unknown.
+    # `7 % m` raises an error where m is 0, so the pass cannot evaluate it for a mask m.
     f"{MASKED}; {LAYER}; z = 7 % (P != 0).long(); y, z",
 )
 

@@ -34,7 +34,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g
 def emulated_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let `training_steps` take CPU tensors, as if the CPU were a GPU of compute capability 8.0.
 
-    `torch.mm` also gets its argument `out_dtype` on the CPU, since torch has it on a GPU only.
+    `torch.mm` also takes `out_dtype` on the CPU, which torch itself supports only on a GPU.
     """
     monkeypatch.setattr(training_steps, "_launch", _launch)
     monkeypatch.setattr(training_steps, "_stream", lambda on: 0)

@@ -1,4 +1,4 @@
-"""Checks that calls do not make the host wait for the GPU, and that kernels wait for those that write their inputs."""
+"""Checks that calls do not make the host wait for the GPU, and that kernels wait until their inputs are written."""
 
 from __future__ import annotations
 

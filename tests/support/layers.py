@@ -149,7 +149,7 @@ BY_HAND: dict[str, tuple[str, ...]] = {
 
 # --- All masks at once -----------------------------------------------------------------------------------------------
 
-# Products of x `[tokens, H]` and a stack of weights, with the result's dimension of masks.
+# Products of x `[tokens, H]` and a stack of weights, after the dimension of the result that counts the masks.
 STACKS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = STACK_PROJECTIONS | {
     "matmul of three dimensions": (1, lambda x, w: x[None].unsqueeze(1) @ w.transpose(-1, -2)),
     "matmul of leading masks": (0, lambda x, w: x[None][None] @ w.mT.unsqueeze(1)),

@@ -1,4 +1,4 @@
-"""Packages, the C++ library and its programs. Each is built once per test run, also with several xdist workers."""
+"""Packages, the C++ library and its programs. xdist workers share them, so each is built at most once per test run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def model() -> nn.Module:
 
 
 def model_and_inputs() -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """The model for `python -m mglu_ops export`, and one token, because `torch.export` takes a size of 1 for fixed."""
+    """The model for `python -m mglu_ops export`, and one token.
+
+    One token is the hard case, because `torch.export` takes a size of 1 for fixed.
+    """
     return model(), (torch.randn(1, 64),)
 
 
@@ -100,15 +103,14 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def more_packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with more packages, for tests marked `long`.
 
-    - `composite.pt2` and `shim.pt2` take any number of tokens.
-    - `bare.pt2` is made by the command line. It calls the shim, takes one token, and has its weights in `weights.pt`.
+    - `composite.pt2` takes any number of tokens.
+    - `bare.pt2` is made by the command line. It takes one token, and has its weights in `weights.pt`.
     """
 
     def make(folder: Path) -> None:
         layers, example = model_and_inputs()
         mglu_ops.export(layers, example, folder / "composite.pt2", backend="composite")
-        mglu_ops.export(layers, example, folder / "shim.pt2", shim=True)
-        options = ["--static", "--shim", "--strict", "--weights", str(folder / "weights.pt")]
+        options = ["--static", "--strict", "--weights", str(folder / "weights.pt")]
         assert main(["export", "library_fixtures:model_and_inputs", str(folder / "bare.pt2"), *options]) == 0
 
     return once(tmp_path_factory, "more_packages", make)

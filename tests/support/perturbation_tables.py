@@ -202,7 +202,7 @@ USERS: dict[Fits, tuple[str, ...]] = {
 # --- Pairs -----------------------------------------------------------------------------------------------------------
 
 # Pairs of expressions that look equal. The first replaces earlier uses of a variable, and the second replaces later
-# uses, for example those in the gate and those in the value. Pairs in `EQUAL` are equal, and most other pairs are not.
+# uses, for example the uses in the gate and in the value. Pairs in `EQUAL` are equal, and most other pairs are not.
 EQUAL = (
     ("torch.tanh({v})", "torch.tanh({v})"),
     ("{v} * 2", "{v} * 2"),

@@ -135,7 +135,7 @@ def model_of(setting: Setting, way: str, seed: int = 0) -> nn.Sequential:
 
 
 def run_of(setting: Setting, way: str, seed: int) -> tuple[nn.Sequential, DeviceMesh | None]:
-    """The model of `model_of`, sharded in one of three ways, and its mesh of data-parallel ranks if it has one."""
+    """The result of `model_of`, sharded in one of three ways, and its mesh of data-parallel ranks if it has one."""
     model = model_of(setting, way, seed)
     if way == "fully_shard":
         return shard_fully(model, setting.mesh), setting.mesh

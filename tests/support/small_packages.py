@@ -49,5 +49,5 @@ def write_archive(path: Path, members: dict[str, str | bytes]) -> None:
 
 
 def texts_with(**changes: object) -> str:
-    """The texts of a package whose description has other values or additional fields."""
+    """The texts of a package whose description has `changes`: other values of its fields, or additional fields."""
     return json.dumps({KEY: json.dumps({**json.loads(INFO.texts()[KEY]), **changes})})

@@ -87,7 +87,8 @@ def every_stored_value(
 ) -> tuple[Given, Tensor]:
     """A layer with one row for each number that a format can store, and its result for one token.
 
-    The gate of a row is the row's number, stored in `column`, times the scale 3. The value is 3, from the last column.
+    A row stores its number in `column`, and 1 in the last column, with scale 3. So its gate is 3 times the number, and
+    its value is 3.
     """
     chosen = FORMATS[weight_format]
     octets = torch.arange(16 if chosen.packed == 2 else 256, dtype=torch.uint8)

@@ -41,7 +41,10 @@ def assert_rounded(found: Tensor, exact: Tensor, what: str) -> None:
 
 
 def products_of(x: Tensor, weight: Tensor, masks: Tensor) -> Tensor:
-    """`x W^T`, and the product with each mask's weights negated, float64 `[tokens, n_masks + 1, out_features]`."""
+    """The products of x with W and, for each mask, with W negated where the mask is 1.
+
+    They are float64 `[tokens, n_masks + 1, out_features]`.
+    """
     x, weight = x.double(), weight.double()
     return torch.stack([x @ weight.t(), *(x @ torch.where(mask, -weight, weight).t() for mask in masks)], 1)
 
@@ -185,7 +188,7 @@ def _check_weight_gradients(
 
 @dataclass
 class Layer:
-    """The arguments of a layer with learned masks, `[..., in_features]`, and the gradient of its result."""
+    """The arguments of a layer with learned masks, with x `[..., in_features]`, and the gradient of its result."""
 
     x: Tensor
     weight: Tensor

@@ -217,7 +217,7 @@ const void*& Addresses::operator[](std::string_view name) {
 
 void run(const Plan& plan, const Values& values, Addresses addresses, const DeviceFacts& device,
          const Executor& executor) {
-    // The results of all steps share one allocation, because `allocate` may free the memory of the previous call.
+    // The results of all steps share one allocation, because `allocate` may free what it returned before.
     std::int64_t bytes = 0;
     for (const Step& step : plan.steps) bytes += round_up(step.bytes.at(values), 16);
     char* memory = bytes > 0 ? static_cast<char*>(executor.allocate(bytes)) : nullptr;

@@ -81,7 +81,7 @@ struct Step {
 
 // The properties of a call for which kernels are compiled. Element types are numbered as in csrc/cuda/element.cuh.
 struct Variant {
-    int arch = 0;           // 90 for compute capability 9.0; 0 in plans for all variants with the same rounds_x
+    int arch = 0;           // 90 for compute capability 9.0; 0 in plans that serve all variants with their rounds_x
     int element = 0;        // element type of x
     int weight_format = 0;  // code in csrc/cuda/weight_formats.cuh
     bool rounds_x = false;  // x is rounded to fp8_token, in the kernel or before it
@@ -113,9 +113,9 @@ struct Plan {
     bool is_for_any_shape() const { return out_features == 0; }
 };
 
-// Returns the first plan for a call whose blocks fit into the shared memory of the device, or null.
+// Returns the first plan that is for a call and whose blocks fit into the shared memory of the device, or null.
 const Plan* find_plan(const Layer& layer, const Values& values, const DeviceFacts& device);
-// Returns the most rows that a plan for a layer takes on the device; 0 if there is no plan.
+// Returns the largest number of rows that a plan for a layer takes on the device; 0 if there is no plan.
 std::int64_t most_rows(const Layer& layer, const Values& values, const DeviceFacts& device);
 
 // Throws if a call has more experts, or more rows of the result, than the plans take.

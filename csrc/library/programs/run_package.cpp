@@ -52,7 +52,8 @@ at::Tensor read_tensor(const std::string& path) {
 
 using Tensors = std::unordered_map<std::string, at::Tensor>;
 
-// Reads a tensor of a weights file. pickle_load cannot read 8-bit floats, which are stored as a dtype's name and bytes.
+// Reads a tensor of a weights file. An 8-bit float tensor is stored as the name of its dtype and its bytes, because
+// pickle_load cannot read it.
 at::Tensor read_entry(const c10::IValue& entry) {
     if (entry.isTensor()) return entry.toTensor();
     const auto& parts = entry.toTupleRef().elements();
@@ -109,7 +110,7 @@ struct Options {
     std::vector<std::string> files;
 };
 
-// Parses a word as a number of at least 0, and throws if any character is left.
+// Parses a whole word as a number of at least 0, or throws.
 template <class Number>
 Number read_number(const std::string& name, const std::string& word) {
     std::istringstream stream(word);

@@ -1,7 +1,7 @@
 """MGLU on CPUs: the kernels of `csrc/cpu`, built by a C++ compiler on first use and run on torch's threads.
 
-For a few tokens the kernels read each weight once. For more tokens they unpack masked weights into the caches, and read
-them from the caches in products. Nothing is built or loaded before the first call that needs it. The same inputs give
+For a few tokens the kernels read each weight once. For more tokens they write masked weights into the caches, from
+which several products read them. Nothing is built or loaded before the first call that needs it. The same inputs give
 the same bits in every call, with any number of threads. `backward` runs the backward pass in bfloat16 on CPUs that
 multiply bfloat16.
 """
@@ -136,7 +136,7 @@ def _library() -> Library:
 
 
 def _has_contiguous_rows(sizes: Sequence[int], strides: Sequence[int]) -> bool:
-    """True if each row of a tensor is contiguous. `sizes` lacks the first dimension, the rows, and `strides` has it."""
+    """True if each row of a tensor is contiguous. `strides` begins with the dimension of rows, `sizes` after it."""
     expected = 1
     for size, stride in zip(reversed(sizes), reversed(strides[1:]), strict=True):
         if size != 1 and stride != expected:

@@ -32,12 +32,15 @@ _CHUNK_MULTIPLE = 64
 """Chunks have a multiple of this many tokens or output features, so that rows fill whole cache lines."""
 
 _MOST_MASKS_OF_NARROW_TOTALS = 4
-"""With up to this many masks, D_0 is rounded to bfloat16 before the D_i are added to it. With more masks, the error of
-dW would exceed 1.5 times the error of the compiled naive layer, which sums over masks in float32."""
+"""With up to this many masks, D_0 is rounded to bfloat16 before the D_i are added to it. With more masks and this
+rounding, the error of dW would exceed 1.5 times that of the compiled naive layer, which sums over masks in float32."""
 
 
 def reason(call: Call) -> Reason | None:
-    """Why `Backward` does not run a call. It runs where torch's GEMMs are faster in bfloat16 than in float32."""
+    """Return the reason why `Backward` does not run a call; None if it does.
+
+    It runs a call if torch's GEMMs are faster in bfloat16 than in float32.
+    """
     is_for_bfloat16 = call.dtype is torch.bfloat16 and torch.backends.mkldnn.is_available()
     # `load` is called last, because it may build the kernels.
     if is_for_bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():

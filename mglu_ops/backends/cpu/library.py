@@ -69,7 +69,7 @@ class Library:
         return bool(self._supports(ISAS[isa], DTYPES[dtype]))
 
     def forward(self, call: bytes) -> None:
-        """Run a packed call without holding the GIL.
+        """Run the kernel on a packed struct `Forward`, without holding the GIL.
 
         Raises:
             RuntimeError: the kernel refused the call; the message has the reason.
@@ -81,11 +81,11 @@ class Library:
         self._check(self._experts(first, experts, self.parallel_for), "experts_forward")
 
     def pack(self, call: bytes) -> None:
-        """Run a packed call of the kernel that packs masks, as `forward` runs its kernel."""
+        """Run the kernel that packs masks on a packed struct `Pack`. Errors are as in `forward`."""
         self._check(self._pack(call, self.parallel_for), "pack_masks")
 
     def run_step(self, name: str, call: bytes) -> None:
-        """Run a packed call of the step `name` of `STEPS`, as `forward` runs its kernel."""
+        """Run the step `name` of `STEPS` on its packed struct. Errors are as in `forward`."""
         self._check(self._steps[name](call, self.parallel_for), name)
 
     def _check(self, status: int, name: str) -> None:

@@ -61,7 +61,7 @@ class Cuda(Backend):
         return self._layer_reason(call) or self._tokens_reason(call)
 
     def _layer_reason(self, call: Call) -> Reason | None:
-        """Return the reason why no kernel runs a layer without experts for any number of tokens; None if one does."""
+        """Return the reason why no kernel runs a layer without experts, with any number of tokens; None if one does."""
         if call.dtype not in ELEMENTS:
             return no_kernel("x", call.dtype)
         if call.mask_weights_dtype is not None and call.mask_weights_dtype not in ELEMENTS:
@@ -209,7 +209,7 @@ class Cuda(Backend):
 
 
 def _most_tokens_on_chip(call: Call) -> int:
-    """Above this many tokens, GEMMs of cuBLAS beat the kernels that reread W for every 4, 8 or 16 tokens.
+    """Return the number of tokens above which GEMMs of cuBLAS beat kernels that reread W for every 4, 8 or 16 tokens.
 
     `tile_wgmma` beats both, so the limit does not apply to it. Measured in 16 bits on an H200
     (benchmarks/results/tokens.csv, routes.csv); float32 was not measured.
@@ -220,7 +220,7 @@ def _most_tokens_on_chip(call: Call) -> int:
 
 
 def _check_launch(launch: Any, call: Call, gpu: Gpu, as_read: Call | None = None) -> None:
-    """Raise ValueError if `launch` cannot run `call`, or `as_read`, the call with a copy of x that the kernel reads."""
+    """Raise ValueError if `launch` cannot run `call`. If x is copied first, `as_read` is the call with that copy."""
     problem = None if launch is None else launch.violation(as_read or call, gpu)
     if problem is not None:
         raise ValueError(f"launch: got {launch}, which cannot run {call}: {problem}")
@@ -267,8 +267,8 @@ class CudaCall:
         stream = current_stream(device)
         pointers = given.addresses(out)
         if sequence.workspace_bytes:
-            # The workspace is freed on return, while the kernels may still run. The stream runs the next user of the
-            # memory after them.
+            # The workspace is freed on return, while the kernels may still run. The next kernel that uses the memory
+            # runs on the same stream, after them.
             workspace = empty((sequence.workspace_bytes,), (1,), torch.uint8, device)
             sequence(stream, pointers, workspace=workspace.data_ptr())
         elif sequence.maps:

@@ -124,7 +124,7 @@ def _run_nvcc(nvcc: str, kernel: str, arch: str, macros: dict[str, int], scratch
 
 
 def _cuda_core() -> Any:
-    """Import `cuda.core`. The lock keeps other threads from seeing it incomplete, as it replaces itself meanwhile."""
+    """Import `cuda.core`, which replaces itself during the import. The lock hides its incomplete state from threads."""
     with _IMPORTING:
         return importlib.import_module("cuda.core")
 

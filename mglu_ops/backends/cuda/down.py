@@ -23,8 +23,8 @@ _NOT_READ = dict.fromkeys(("x", "packed_masks", "mask_weights"), 0)
 class CudaDown:
     """A prepared call of `experts_down`. Thread-safe.
 
-    It runs a plan, or it multiplies by torch's `grouped_mm`, which takes the rows of y sorted by expert in the dtype of
-    y, and runs some kernels before and after that.
+    It runs a plan, or multiplies by torch's `grouped_mm`. `grouped_mm` takes rows sorted by expert and a weight in y's
+    dtype, and returns the products of sorted rows, so kernels run before and after it.
 
     Attributes:
         launches: the loaded plan; None if `grouped_mm` multiplies.

@@ -1,4 +1,4 @@
-"""Launches kernels by calling the CUDA driver through ctypes. Each eager call does so; a wrapper would take longer.
+"""Launches kernels by calling the CUDA driver through ctypes, in every eager call. A wrapper would take longer.
 
 A whole eager call takes 11 to 20 us of host time on an H200 (`benchmarks/results/overheads.csv`).
 """
@@ -65,7 +65,7 @@ def _check(result: int, what: str) -> None:
 
 
 def bind_context(device: int) -> None:
-    """Make torch's context of a device current if this thread has no context, as before its first torch operation."""
+    """Make torch's context of a device current if this thread has no context yet (no torch operation has run in it)."""
     library, context, handle = _library(), ctypes.c_void_p(), ctypes.c_int()
     _check(library.cuCtxGetCurrent(ctypes.byref(context)), "asking for the context")
     if not context.value:
@@ -131,7 +131,7 @@ class Launch:
             overlap: True for programmatic dependent launch.
             parameters: the fields of the kernel's struct.
             integers: the values of all integers of the struct, by name.
-            second: the kernel's second struct, without tensor maps; None for a kernel with one.
+            second: the kernel's second struct, without tensor maps; None if the kernel has only one struct.
         """
         kernel.allow_shared(shared)
         self._kernel = kernel

@@ -14,7 +14,7 @@ The rows of each expert follow the equations in `training.py`, which define the 
 naive layer, mostly because the error of t enters every gate and value. Therefore a Triton kernel computes t in float32.
 In two cases t is not used, and the gate and the value of each mask are products of their own:
 
-- with one mask, where this takes no more products;
+- with one mask, where there are two products in either case;
 - with relu, whose derivative jumps at 0, so that a gate near 0 needs the right sign. This takes 2 n_masks products.
 
 Nothing waits for the GPU, and no shape depends on the values of `offs`. The same inputs give the same bits.

@@ -13,7 +13,7 @@ from .driver import Kernel, KernelStruct, Launch
 from .tensor_map import Matrix, TensorMaps
 
 Source = tuple[str, str, dict[str, int]]
-"""A kernel to compile: its name, which its file in csrc/cuda shares, the target such as `sm_90a`, and macros."""
+"""A kernel to compile: the name of the kernel and of its file in csrc/cuda, the target such as `sm_90a`, and macros."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def layer_plans(call_of: Callable[[int], Call], gpu: Gpu) -> Iterator[LayerPlan]
     Args:
         call_of: returns the call for a number of rows of x, or of tokens for `experts_down`. All tensors are contiguous
             and aligned to 16 bytes.
-        gpu: a GPU of the architecture. The plans run on all GPUs of this architecture.
+        gpu: the GPU for which launches are chosen. The plans run on all GPUs of its architecture.
 
     Raises:
         ValueError: no kernel takes a call of `experts_down` with one token.
@@ -108,7 +108,7 @@ def _row_counts(call: Call) -> list[int]:
 def _launch(call: Call, gpu: Gpu) -> Callable[[Call, Gpu], Plan] | None:
     """Return the function that plans the chosen launch of a call; None if shared memory cannot hold the sorted rows.
 
-    For many rows per expert, Python multiplies by `grouped_mm` (`experts_down.uses_library`). C++ always launches.
+    For many rows per expert, Python multiplies by `grouped_mm` (`experts_down.uses_library`). C++ never does.
     """
     if call.routing is None:
         return partial(quantize_x.plan, choose(call, gpu).config)
@@ -121,7 +121,7 @@ def _launch(call: Call, gpu: Gpu) -> Callable[[Call, Gpu], Plan] | None:
 
 
 def _plan(launch: Callable[[Call, Gpu], Plan], call_of: Callable[[int], Call], rows: int, gpu: Gpu) -> Plan:
-    """Return the plan of a launch in terms of the rows, the strides of x and mask weights, SMs and shared memory."""
+    """Return a launch's plan with variables for rows, strides of x and mask weights, SMs and shared memory."""
     call = call_of(Size(rows, "rows"))
     x, weights = call.x, call.mask_weights
     traced = replace(
@@ -145,7 +145,7 @@ def _any_gpu(gpu: Gpu) -> Gpu:
 
 
 def _at_run_time(step: Step) -> Step:
-    """Return the step with variables for the alignment of x and the bytes of an id, which are constants when traced."""
+    """Return the step with variables in place of two constants: the alignment of x and the bytes of an id."""
 
     def values(integers: dict[str, int]) -> dict[str, int]:
         found = dict(integers)

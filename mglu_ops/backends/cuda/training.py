@@ -213,8 +213,8 @@ class _WeightChunk:
 class _WeightGradients:
     """The launches that compute dW and dlogits, or one of them, by `backward_gemm`.
 
-    D_0 and the D_i are written to the memory of the gradients if these have the same dtype. If dlogits has another
-    dtype or is not needed, the D_i of a chunk of output features are in scratch memory.
+    The D_i are written to the memory of dlogits if dlogits is needed in the dtype of W. Otherwise the D_i of a chunk of
+    output features are in scratch memory. D_0 is written to the memory of dW or, in float32, to scratch memory.
     """
 
     def __init__(self, arguments: BackwardGiven) -> None:

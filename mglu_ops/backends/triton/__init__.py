@@ -46,7 +46,7 @@ def _runs_interpreted() -> bool:
 
 @cache
 def device_reason(device: torch.device, needs_fp8: bool = False) -> str | None:
-    """Why the kernels of this package cannot run on a device; None if they can."""
+    """Return the reason why the kernels of this package cannot run on a device; None if they can."""
     if not is_installed():
         return "triton is not installed"
     if _runs_interpreted():

@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def _tanh(z):
-    """`(1 - e) / (1 + e)` with `e = exp(-2 |z|)`, or near 0, where `1 - e` loses digits, a series (error 1e-8)."""
+    """Return tanh(z) from `e = exp(-2 |z|)`, but near 0, where `1 - e` loses digits, from a series (error 1e-8)."""
     square = z * z
     near = z * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835)))))
     e = tl.exp(-2.0 * tl.abs(z))

@@ -126,7 +126,7 @@ def product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     """
     if not a.is_cuda or (_library_has_kernel(a) and _is_for_library(a) and _is_for_library(b)):
         return F.grouped_mm(a, b, offs=offs)
-    from . import grouped  # it imports Triton
+    from . import grouped  # imported here, because it imports Triton
 
     return grouped.products_over_rows(a.t(), b, offs) if b.dim() == 2 else grouped.grouped_products(a, b, offs)
 

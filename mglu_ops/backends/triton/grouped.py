@@ -94,7 +94,7 @@ def grouped_products_kernel(
     # Rows past the end are clamped to the last row, so loads need no mask for rows. The store has a mask.
     a_at = a_ptr + tl.minimum(row, end - 1).to(tl.int64)[:, None] * depth + k[None, :]
     if B_TRANSPOSED:
-        # Columns are clamped in the same way.
+        # Columns past the end are clamped to the last column too.
         b_row = tl.minimum(column, columns - 1) + expert.to(tl.int64) * columns
         b_at = b_ptr + b_row[None, :] * depth + k[:, None]
         b_step = BLOCK_K
@@ -254,7 +254,7 @@ def products_over_rows(a: Tensor, b: Tensor, ends: Tensor, out: Tensor | None = 
 
 
 def tile_of(dtype: torch.dtype, major: int) -> Tile:
-    """The tile for a dtype and a major compute capability. It fits into the shared memory of all GPUs that have it."""
+    """The tile for a dtype and a major compute capability. It fits into the shared memory of all such GPUs."""
     has_large_tiles = major in (9, 10)
     if dtype is torch.float32:
         return Tile(128, 128, 32, 8, 3) if has_large_tiles else Tile(128, 64, 32, 8, 3)

@@ -53,8 +53,8 @@ def matmul_kernel(
     tokens,
     out_features,
     in_features,
-    x_token,  # the strides x_token, w_row and m_row are divided by X_UNIT, W_UNIT and M_UNIT; so the compiler knows
-    # numbers that divide the strides
+    x_token,  # x_token, w_row and m_row are strides divided by X_UNIT, W_UNIT and M_UNIT. The kernel multiplies by the
+    # units, so the compiler knows that they divide the strides.
     x_k,
     w_row,
     w_k,

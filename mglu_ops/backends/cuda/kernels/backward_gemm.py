@@ -56,7 +56,7 @@ def shared_bytes() -> int:
 
 
 def can_run(gpu: Gpu, *matrices: Tensor) -> bool:
-    """True if the GPU has the kernel, and the matrices have elements, in 16 bits and in 16-byte aligned rows."""
+    """True if the GPU has the kernel, no matrix is empty, and all have 16-bit elements and 16-byte aligned rows."""
     if gpu.arch != ARCH:
         return False
     for matrix in matrices:

@@ -198,7 +198,7 @@ def in_one_wave(call: Call, tiles: int) -> DecodeMma:
       faster.
     """
     n_masks = call.n_masks
-    # Scales of columns double the registers for sums, and only blocks of 8 warps have so many.
+    # Scales of columns double a thread's registers for sums. With many masks, only blocks of at most 8 warps fit.
     many_warps = call.weight.bits == 8 and (
         call.tokens > 8 and n_masks == 1 if _scales_rows(call) else call.tokens == 1 and n_masks <= 2
     )

@@ -90,7 +90,7 @@ class ExpertsDown:
         return blocks, 1
 
     def pair_bytes(self, call: Call) -> int:
-        """The bytes that the kernel writes per pair: float32 sums for each split, and one byte of split-K per tile."""
+        """The bytes that the kernel writes per pair: float32 sums for each part, and each tile's number of parts."""
         out_features = call.out_features
         return 4 * self.parts * out_features + (ceil_div(out_features, self.rows) if self.parts > 1 else 0)
 

@@ -47,5 +47,5 @@ class Plain(LaunchConfig):
 
 
 def choose(call: Call, gpu: Gpu) -> Plain:
-    """Choose one or four tokens per block. They sum in different orders, so batch-invariant calls always use four."""
+    """Choose one or four tokens per block. These sum in different orders, so batch-invariant calls always use four."""
     return Plain(block_tokens=1 if call.tokens == 1 and not call.batch_invariant else 4)

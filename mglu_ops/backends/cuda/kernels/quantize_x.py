@@ -41,12 +41,12 @@ def step(call: Call, gpu: Gpu, target: str, block_tokens: int) -> Step:
 
 
 def as_read(config: LaunchConfig, call: Call) -> Call:
-    """Return the call that the kernel of `config` sees: with x rounded in x's dtype, unless it multiplies in fp8."""
+    """Return the call that the kernel of `config` sees: with a rounded x in x's dtype, unless the kernel uses fp8."""
     return call if call.activation_format == "dense" or config.rounds_x else call.with_rounded_x()
 
 
 def plan(config: LaunchConfig, call: Call, gpu: Gpu) -> Plan:
-    """Return the launches of a call. The first one rounds x if the kernel of `config` needs it rounded in its dtype."""
+    """Return the launches of a call. If the kernel of `config` reads a rounded x in x's dtype, the first rounds x."""
     read = as_read(config, call)
     steps = config.plan(read, gpu)
     return steps if read is call else (step(call, gpu, config.target(gpu), 0), *steps)

@@ -172,7 +172,7 @@ class TileWgmma(LaunchConfig):
         if self.fp8:
             copies.append(quantize_x.step(call, gpu, target, self.block_tokens))
         x, weight, masks = self.matrices(call)
-        # x has a mapping of its own, because its address changes in every call, unlike those of W and the masks.
+        # x is apart from W and the masks, because a group is encoded again if an address in it changes, as x's does.
         maps: list[dict[str, Matrix | None]] = [] if x is None else [{"x": x}]
         maps.append({"weight": weight, "packed_masks": masks})
         results = self.results(call)

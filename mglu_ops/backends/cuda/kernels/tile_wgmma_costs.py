@@ -58,8 +58,8 @@ class CostModel:
         exchange_us: the time for which two warpgroups of the same rows wait for each other at the end of a tile.
         cluster: a factor on the time of multiplying in clusters of two blocks, which wait for each other.
         serial: multiplying and reading overlap, except for this fraction of the shorter of the two.
-        serial_alone: this fraction for a warpgroup that is alone on its SM, and waits for its own stages.
-        last_wave: the cost of the last wave, in waves, if there are more than four.
+        serial_alone: `serial` for a warpgroup that is alone on its SM, and waits for its own stages.
+        last_wave: the cost of the last wave, in waves, if there are more than four waves.
         mask_columns: the time in columns to read a mask's bits for an x that is not permuted, in three cases: 1 to 7
             masks except 4, 4 masks, and 8 or more masks.
         alone, of_rows, of_masks: the costs of products with one consumer warpgroup, with two for different rows, and
@@ -178,7 +178,7 @@ _DECODE_COLUMNS = {"dense": 0, "fp8_row": 20, "fp8_block": 40, "int8_row": 20, "
 
 
 def waves_of(blocks: float, multiprocessors: int, last_wave: float) -> float:
-    """Return the number of waves of blocks, with one block per SM. Beyond four waves, the last ones overlap."""
+    """Return the number of waves of blocks, with one block per SM. Above four it is a fraction, since waves overlap."""
     waves = blocks / multiprocessors
     return ceil(waves) if waves <= 4 else waves + last_wave
 

@@ -104,7 +104,7 @@ def training_choice(call: Call, gpu: Gpu) -> TrainingTile | None:
 
 
 _MOST_SUMS_OF_EXPERTS = 160
-"""The most registers of a thread for sums, so that it has enough left for its item. For inference, see `MOST_SUMS`."""
+"""The most registers of a thread for sums, which leaves enough for its item. `MOST_SUMS` is the limit in inference."""
 
 
 def training_items(call: Call, gpu: Gpu) -> TileItems | None:
