@@ -1,6 +1,5 @@
-// The operators over experts (mglu_ops/ops.py) on plain tensors. On a CPU, a loop over the experts that have rows runs
-// the kernels of one layer; results are bitwise equal to mglu_ops/backends/expert_loop.py. On a GPU, each launch of
-// cuda/launch.cpp computes all experts.
+// The operators over experts (mglu_ops/ops.py) on plain tensors. On a CPU, csrc/cpu/experts.h has the loop over the
+// experts that have rows. On a GPU, each launch of cuda/launch.cpp computes all experts.
 #pragma once
 
 #include <functional>

@@ -1,7 +1,8 @@
-"""Experts on a CPU: a loop over the experts that have rows, which runs the kernels of one layer for each.
+"""Experts on a CPU, for what csrc/cpu does not compute: a loop in Python over the experts that have rows.
 
-The backend passes the function that prepares one layer. An expert without rows costs no time, except in `backward`,
-which fills the gradients of that expert with zeros.
+It runs the backend `composite`, and of the backend `cpu` backward and the down projections. The backend passes the
+function that prepares one layer. An expert without rows costs no time, except in `backward`, which fills the gradients
+of that expert with zeros.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from mglu_ops import dispatch
 from mglu_ops.backends import Backend
 from mglu_ops.backends.base import Prepared, Reason
 from mglu_ops.backends.composite import Composite
-from mglu_ops.call import Call
+from mglu_ops.call import Call, Layout
 from mglu_ops.given import BackwardGiven, Given
 
 
@@ -128,3 +128,11 @@ def test_a_fallback_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         torch.ops.mglu.forward(*call())
+
+
+def test_an_alignment_holds_for_every_expert() -> None:
+    """The second expert starts 72 bytes after the first, which is a multiple of 8 but not of 16."""
+    numbers = torch.zeros(256, dtype=torch.float16)
+    assert numbers.data_ptr() % 16 == 0
+    for experts, stride, alignment in ((3, 36, 8), (1, 36, 16), (3, 40, 16), (3, 0, 16), (3, 33, 2)):
+        assert Layout.of_every_expert(numbers.as_strided((experts, 4, 8), (stride, 8, 1))).alignment == alignment
