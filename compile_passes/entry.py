@@ -187,7 +187,10 @@ def used_in_thread(fusion_pass: FusionPass) -> Iterator[None]:
 
 
 def current_pass() -> FusionPass | None:
-    """The pass for compilations of this thread: from the innermost block, or outside of blocks from `enable_fusion`."""
+    """The pass for compilations of this thread; None if there is none.
+
+    It is the pass of the innermost `used_in_thread` block. Outside of such blocks it is that of `enable_fusion`.
+    """
     return _thread_pass.get() or _process_pass
 
 

@@ -241,7 +241,7 @@ def check_mask_weights(x: Tensor, n_masks: int, mask_weights: Tensor | None) -> 
 
 
 def _check_like(name: str, tensor: Tensor, shape: Sequence[int], like: str, other: Tensor) -> None:
-    """Check that a tensor has this shape, and the dtype and device of `other`, which errors call `like`."""
+    """Check that a tensor has this shape, and the dtype and device of `other`. `like` is `other`'s name in errors."""
     check_dense(name, tensor)
     if not same_sizes(tensor.shape, shape):
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be {list(shape)}")

@@ -32,7 +32,8 @@ def whole(tensor: Tensor) -> Tensor:
 def is_readable(tensor: Tensor) -> bool:
     """True if Python may read the values: no tracing, functorch transform, graph capture or tensor subclass is active.
 
-    DTensor is the one subclass that may be read: all ranks use the layer together, so all of them raise the same error.
+    DTensor is the one subclass that may be read. All ranks use a layer together, so a check that communicates finds the
+    others waiting for it.
     """
     dtensor = sys.modules.get("torch.distributed.tensor")
     return (

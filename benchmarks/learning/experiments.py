@@ -183,7 +183,7 @@ MIXTURE = tuple(
         RELU_SQUARED[0],
         BEST[1],
         BEST[4],
-        # As many bytes of experts as SwiGLU.
+        # Wider or narrower experts, which together have as many bytes as the experts of SwiGLU.
         RELU_SQUARED[1],
         *(replace(BEST[n_masks], width=round(1 / same_load(n_masks), 4)) for n_masks in (1, 4)),
     )

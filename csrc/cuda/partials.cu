@@ -35,7 +35,7 @@ struct Params {
 
 constexpr int kType = MGLU_ELEMENT;
 constexpr int kProductsType = MGLU_PRODUCTS;
-constexpr int kTotalType = MGLU_TOTAL;  // -1 if t is the first product
+constexpr int kTotalType = MGLU_TOTAL;  // -1 if t is the first product, or not needed (kParts)
 constexpr bool kParts = MGLU_PARTS;
 constexpr int kMasks = MGLU_N_MASKS;
 static_assert(!kParts || kTotalType < 0, "gates and values need no t");

@@ -51,7 +51,7 @@ __device__ __forceinline__ void produce(const TileParams& tp, const Tiles& tiles
     const int stages = stage_count(p);
     const int count = tiles.count(p);
     const int last_x_tile = (p.tokens - 1) / kTokens;  // the last block of a cluster may be past this tile
-    // With experts W counts as read once: most experts have one item, and an expert's items run at the same time.
+    // With experts, W counts as read once: most experts have one item, and an expert's items run at the same time.
     const u64 policy = cache_policy((kExperts || p.tokens <= kTokens) && kPasses == 1);
     // The bytes that barriers expect include zeros past the end of a row. A box has at most as many rows as there are
     // tokens, since loading rows past the last token would cost time.

@@ -189,7 +189,7 @@ struct Fp8Pairs : BytePairs<Fp8Pairs<kType>> {
     static __device__ __forceinline__ void decode(u32& low, u32& high, u32 word, Scale scale) {
         word = pick_bytes<kHigh << 8 | kLow>(word, 0);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-        // One instruction converts a pair to float16. bfloat16 is converted from float16 through float32, which keeps
+        // One instruction converts a pair to float16. To get bfloat16, float16 is converted through float32, which keeps
         // NaN.
         asm("{\n\t.reg .b16 first, second;\n\tmov.b32 {first, second}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, first;\n\t"
             "cvt.rn.f16x2.e4m3x2 %1, second;\n\t}"

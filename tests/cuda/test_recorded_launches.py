@@ -3,9 +3,9 @@
 A change of the code that describes, chooses or prepares calls must not change launches by accident. If launches should
 change, `MGLU_RECORD_LAUNCHES=1 python -m pytest tests/cuda/test_recorded_launches.py` writes the file again.
 
-Each line of the file has a digest of everything that the driver sees for one layer on one GPU: kernels, targets,
-macros, grids, threads, shared memory, attributes, structs, tensor maps, their order, and the workspace, for several
-numbers of tokens.
+Each line of the file has a digest of everything that reaches the driver for one layer on one GPU, for several numbers
+of tokens: the size of the workspace, and the launches and new tensor maps in order. A launch has a kernel, a target,
+macros, a grid, threads, shared memory, attributes and structs.
 """
 
 from __future__ import annotations

@@ -109,9 +109,10 @@ def test_strides_with_gaps_or_overlaps_have_no_order() -> None:
 
 
 class Several(nn.Module):
-    """A model with related sizes: z has as many rows as x and y together, and x has an even number of rows.
+    """A model with related sizes: z has as many rows as x and y together.
 
-    It also takes constants. In the example, z has gaps in memory.
+    `forward` takes an x with any number of rows, but an export keeps only the branch for an even number, which the
+    example has. The model also takes constants. In the example, z has gaps in memory.
     """
 
     def __init__(self) -> None:

@@ -133,7 +133,7 @@ def _layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
 
 
 def test_source_line_is_the_users_under_a_default_device() -> None:
-    """`set_default_device` puts frames of torch between the user's line and the node."""
+    """A default device puts frames of torch between the user's line and the node."""
     capture = Capture()
     with torch.device("cpu"):
         capture.compile(_layer)(*layer_tensors().values())

@@ -31,7 +31,10 @@ def new_model(device: str, dtype: torch.dtype, width: int, save_activations: boo
 def whole_batch(
     device: str, dtype: torch.dtype, width: int
 ) -> tuple[nn.Sequential, list[Tensor | None], list[dict[str, float]]]:
-    """A model trained in one process with the whole batch, its gradients of the first step, and its mask statistics."""
+    """Train a model in one process with the whole batch.
+
+    Returns the model, the gradients of its first step, and its mask statistics at each step.
+    """
     model = new_model(device, dtype, width)
     optimizer, statistics = optimizer_of(model), MaskStatistics(model)
     first: list[Tensor | None] = []

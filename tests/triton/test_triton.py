@@ -74,7 +74,7 @@ def test_every_problem_has_a_launch() -> None:
 
 @needs_triton
 def test_fp8_needs_a_gpu_with_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton converts fp8 from compute capability 8.9 on, and integers on every GPU."""
+    """Triton can convert fp8 only on GPUs of compute capability 8.9 or later, and integers on every GPU."""
     capabilities = {"cuda:0": (8, 0), "cuda:1": (8, 9)}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[str(device)])
     for weight_format, reason in (
