@@ -257,7 +257,7 @@ def _settings_of(fusion_pass: FusionPass) -> dict[str, Any]:
 def _complain(fusion_pass: FusionPass) -> None:
     reason = "torch._inductor.config.use_pre_grad_passes is False"
     if inductor_config.use_pre_grad_passes:
-        reason = "another library keeps it from doing so; vLLM, before torch 2.12, unless VLLM_ENABLE_PREGRAD_PASSES=1"
+        reason = "another library keeps it from doing so, such as vLLM with VLLM_ENABLE_PREGRAD_PASSES=0"
     message = (
         f"mglu_ops: nothing was fused in this compilation, because Inductor did not run the passes before autograd "
         f"({reason})"
