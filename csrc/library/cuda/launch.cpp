@@ -1,6 +1,5 @@
 #include "launch.h"
 
-#include <algorithm>
 #include <cstdio>
 #include <mutex>
 #include <stdexcept>
@@ -114,15 +113,14 @@ void say_that_the_kernel_is_slow(const LayerCall& call) {
     });
 }
 
-// Runs the plan of a call. Errors and warnings name the weight of `layer_call`.
-void run_call(const LayerCall& layer_call, const Layer& layer, const Values& values, Addresses addresses,
-              const DeviceFacts& device, const Executor& executor) {
+// Returns a plan for the rows of a call, or for the first of them, whose number it writes to `values.rows`.
+const Plan& plan_of(const LayerCall& call, const Layer& layer, Values& values, const DeviceFacts& device) {
     const Plan* plan = find_plan(layer, values, device);
     if (plan == nullptr)
-        refuse("x: got " + std::to_string(values.rows) + " rows, more than the kernels of weight " +
-               layer_call.weight.shape() + " take on this GPU");
-    if (plan->is_for_any_shape()) say_that_the_kernel_is_slow(layer_call);
-    run(*plan, values, std::move(addresses), device, executor);
+        refuse("weight: got shape " + call.weight.shape() +
+               ", whose rows do not fit into the shared memory of this GPU");
+    if (plan->is_for_any_shape()) say_that_the_kernel_is_slow(call);
+    return *plan;
 }
 
 }  // namespace
@@ -130,11 +128,11 @@ void run_call(const LayerCall& layer_call, const Layer& layer, const Values& val
 void forward(const LayerCall& call, void* out, const Executor& executor) {
     const DeviceFacts& device = device_for(call.weight, call.out_features, call.in_features);
     const Layer layer = layer_of(call, device);
-    const std::int64_t most =
-        std::max(most_rows(layer, values_of(call, layer, call.tokens, device), device), std::int64_t{1});
-    for (std::int64_t first = 0; first < call.tokens; first += most) {
-        const Values values = values_of(call, layer, std::min(most, call.tokens - first), device);
-        run_call(call, layer, values, addresses_of(call, out, first), device, executor);
+    for (std::int64_t first = 0; first < call.tokens;) {
+        Values values = values_of(call, layer, call.tokens - first, device);
+        const Plan& plan = plan_of(call, layer, values, device);
+        run(plan, values, addresses_of(call, out, first), device, executor);
+        first += values.rows;
     }
 }
 
@@ -159,7 +157,10 @@ void forward(const ExpertsCall& call, void* out, const Executor& executor) {
     values.expert_scale_bytes = shared.weight_scale ? call.scale_stride * item_bytes(shared.weight_scale->dtype) : 0;
     Addresses addresses = addresses_of(shared, out);
     addresses["expert_ids"] = call.routing.data;
-    run_call(shared, layer, values, std::move(addresses), device, executor);
+    const Plan& plan = plan_of(shared, layer, values, device);
+    if (values.rows < shared.tokens)
+        refuse("x: got " + std::to_string(shared.tokens) + " rows, must be at most " + std::to_string(values.rows));
+    run(plan, values, std::move(addresses), device, executor);
 }
 
 void experts_down(const DownCall& call, void* out, const Executor& executor) {
@@ -182,15 +183,15 @@ void experts_down(const DownCall& call, void* out, const Executor& executor) {
     values.multiprocessors = device.sms;
     values.shared_bytes_per_sm = device.shared_bytes_per_sm;
     values.id_bytes = item_bytes(call.expert_ids.dtype);
-    const std::int64_t most = most_rows(layer, values, device);
-    if (most == 0)
-        refuse("weight: got shape " + call.weight.shape() + ", for which this library has no GPU kernel of " +
-               "mglu::experts_down with " + std::to_string(top_k) + " experts a token in " + name(call.y.dtype) +
-               "; build it with --arch and --package for this GPU and this model");
-    for (std::int64_t first = 0; first < tokens; first += most) {
-        values.rows = std::min(most, tokens - first);
+    for (std::int64_t first = 0; first < tokens; first += values.rows) {
+        values.rows = tokens - first;
+        const Plan* plan = find_plan(layer, values, device);
+        if (plan == nullptr)
+            refuse("weight: got shape " + call.weight.shape() + ", for which this library has no GPU kernel of " +
+                   "mglu::experts_down with " + std::to_string(top_k) + " experts a token in " + name(call.y.dtype) +
+                   "; build it with --arch and --package for this GPU and this model");
         const std::int64_t pair = first * top_k;
-        run(*find_plan(layer, values, device), values,
+        run(*plan, values,
             {{"y", address(call.y, pair * in_features)},
              {"weight", call.weight.data},
              {"weight_scale", address(call.weight_scale)},

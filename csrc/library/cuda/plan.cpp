@@ -182,24 +182,21 @@ void launch_step(const Step& step, const Values& values, Addresses& addresses, c
 
 }  // namespace
 
-const Plan* find_plan(const Layer& layer, const Values& values, const DeviceFacts& device) {
+const Plan* find_plan(const Layer& layer, Values& values, const DeviceFacts& device) {
     const Plan* found = nullptr;
     visit_plans(layer, [&](const Plan& plan) {
-        const bool is_found =
-            plan.first_rows <= values.rows && values.rows <= plan.last_rows && fits(plan, values, values.rows, device);
-        if (is_found) found = &plan;
-        return is_found;
+        const bool takes_rows = plan.first_rows <= values.rows && values.rows <= plan.last_rows;
+        if (takes_rows && fits(plan, values, values.rows, device)) found = &plan;
+        return found != nullptr;
     });
-    return found;
-}
-
-std::int64_t most_rows(const Layer& layer, const Values& values, const DeviceFacts& device) {
-    std::int64_t most = 0;
+    if (found != nullptr) return found;
     visit_plans(layer, [&](const Plan& plan) {
-        if (fits(plan, values, plan.last_rows, device)) most = std::max(most, plan.last_rows);
+        const bool is_larger = found == nullptr || plan.last_rows > found->last_rows;
+        if (is_larger && plan.last_rows < values.rows && fits(plan, values, plan.last_rows, device)) found = &plan;
         return false;
     });
-    return most;
+    if (found != nullptr) values.rows = found->last_rows;
+    return found;
 }
 
 void check_experts(std::int64_t experts, std::int64_t rows) {

@@ -113,10 +113,9 @@ struct Plan {
     bool is_for_any_shape() const { return out_features == 0; }
 };
 
-// Returns the first plan that is for a call and whose blocks fit into the shared memory of the device, or null.
-const Plan* find_plan(const Layer& layer, const Values& values, const DeviceFacts& device);
-// Returns the largest number of rows that a plan for a layer takes on the device; 0 if there is no plan.
-std::int64_t most_rows(const Layer& layer, const Values& values, const DeviceFacts& device);
+// Returns the first plan for a call that fits into the shared memory of the device, or null. If no plan takes all rows,
+// returns one for the most rows that a plan takes, and sets `values.rows` to this number.
+const Plan* find_plan(const Layer& layer, Values& values, const DeviceFacts& device);
 
 // Throws if a call has more experts, or more rows of the result, than the plans take.
 void check_experts(std::int64_t experts, std::int64_t rows);
