@@ -17,7 +17,7 @@ class Rows {
   public:
     // Returns memory for `count` rows of `bytes` bytes, or null.
     char* of(std::int64_t count, std::int64_t bytes) {
-        if (count * bytes > size_) {
+        if (!memory_ || count * bytes > size_) {
             memory_.reset(new (std::nothrow) char[static_cast<std::size_t>(count * bytes)]);
             size_ = memory_ ? count * bytes : 0;
         }

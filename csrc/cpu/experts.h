@@ -46,7 +46,8 @@ inline SortedRows sort_rows(const Experts& call) {
     std::int64_t start = 0;
     for (std::int64_t e = 0; e < call.experts; ++e) start += std::exchange(ends[e], start);
     for (std::int64_t row = 0; row < call.rows; ++row)
-        if (has_expert(row)) sorted.rows[ends[index(row)]++] = row;
+        if (has_expert(row) && ends[index(row)] < call.rows)  // more only if another thread has changed the ids
+            sorted.rows[ends[index(row)]++] = row;
     return sorted;
 }
 

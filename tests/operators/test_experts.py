@@ -354,3 +354,18 @@ def test_explain_dispatch_names_the_backend_of_experts() -> None:
     choice = mglu_ops.explain_dispatch(mglu.experts_forward, *given[:3], given.routing)
     assert choice.backend == "composite"
     assert "float64" in choice.reason
+
+
+@pytest.mark.parametrize("in_features", [0, 24])
+def test_weights_in_any_layout_give_the_bits_of_contiguous_ones(in_features: int) -> None:
+    """Two rows have the same expert. Without in_features, x and the weights are empty."""
+    given = make_experts(9, in_features=in_features).given if in_features else None
+    if given is None:
+        masks = mglu.pack_masks(torch.zeros(1, 2, 0, dtype=torch.bool))[None]
+        given = Given.of_ids(torch.empty(2, 0), torch.empty(1, 2, 0), masks, torch.zeros(2, 1, dtype=torch.int64))
+    found = mglu.experts_forward(given.x, given.weight, given.packed_masks, given.expert_ids)
+    weight = given.weight.mT.contiguous().mT
+    masks = given.packed_masks.transpose(1, 2).contiguous().transpose(1, 2)
+    other = mglu.experts_forward(given.x, weight, masks, given.expert_ids)
+    assert torch.equal(found, other)
+    assert in_features or not found.any()

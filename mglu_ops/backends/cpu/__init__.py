@@ -95,7 +95,10 @@ class Cpu(Backend):
         if task == "backward":
             of_experts = call.routing is not None
             return expert_loop.prepare(self, task, call, launch) if of_experts else backward.Backward(call, _library())
-        return (CpuForwardTrain if task == "train" else CpuCall)(_library(), call, launch)
+        prepared = (CpuForwardTrain if task == "train" else CpuCall)(_library(), call, launch)
+        if call.routing is not None and prepared.copies_weights:
+            return expert_loop.prepare(self, task, call, launch)  # which copies the weights of experts that have rows
+        return prepared
 
     def can_pack(self, masks: Tensor) -> bool:
         """True if `pack` takes the masks. It does not take small masks unless the kernels have been built already."""
@@ -190,23 +193,22 @@ class _Call:
         )
         self._pack_experts = None if call.routing is None else packer("Experts", self._experts(call, call.routing))
 
+    @property
+    def copies_weights(self) -> bool:
+        """True if a call copies the weight or the packed masks, of all experts if there are experts."""
+        return not self._copied.isdisjoint(("weight", "packed_masks"))
+
     def _experts(self, call: Call, routing: Routing) -> dict[str, int]:
-        """The integers of the struct `Experts`. Weights and masks that are copied become contiguous."""
-        rows, stored, width = call.out_features, call.weight, packed_width(call.in_features)
-        weights, masks = routing.weight_stride, routing.masks_stride
-        if "weight" in self._copied:
-            weights = rows * call.in_features // stored.format.packed
-        if "packed_masks" in self._copied:
-            masks = rows * width * call.n_masks
-        scale_dtype = stored.format.scale_dtype
+        """The integers of the struct `Experts`, for weights and masks that are not copied."""
+        scale_dtype = call.weight.format.scale_dtype
         return {
             "index_bytes": routing.index_dtype.itemsize,
             "is_sorted": int(routing.is_sorted),
             "experts": routing.experts,
             "rows": call.tokens,
             "top_k": routing.top_k or 1,
-            "weight_bytes": weights * stored.dtype.itemsize,
-            "mask_bytes": masks,
+            "weight_bytes": routing.weight_stride * call.weight.dtype.itemsize,
+            "mask_bytes": routing.masks_stride,
             "scale_bytes": 0 if scale_dtype is None else routing.scale_stride * scale_dtype.itemsize,
         }
 
