@@ -85,7 +85,7 @@ formulas for FLOPs are in `flops`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -384,12 +384,11 @@ def _experts_down_backward_fake(grad_output: Tensor, *args: Any) -> tuple[Tensor
 _LastDownDerivative = last_derivative(experts_down_backward)
 
 
-@kernel("experts_down_backward", "Autograd")
-def _experts_down_backward_autograd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+@kernel("experts_down_backward", "Autograd", with_keyset=True)
+def _experts_down_backward_autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     if needs_gradient(*args):
         return apply_function(_LastDownDerivative, *args)
-    with torch._C._AutoDispatchBelowAutograd():
-        return experts_down_backward(*args)
+    return below_autograd(experts_down_backward, _experts_down_backward, keys, *args)
 
 
 for _op in (pack_masks, pack_logits, pack_expert_logits, unpack_masks):
@@ -421,7 +420,8 @@ class _Layer(torch.autograd.Function):
             if mask_logits is not None:
                 checks.check_ste(SteGiven(x, weight, mask_logits, activation, mask_weights, offs))
                 packed_masks = pack(mask_logits)
-            result, partials = train(x, in_dtype, packed_masks, *_if_given(offs), activation, mask_weights)
+            routing = () if offs is None else (offs,)
+            result, partials = train(x, in_dtype, packed_masks, *routing, activation, mask_weights)
         ctx.save_for_backward(x, weight, packed_masks, offs, partials, weight_scale)
         ctx.weight_format = weight_format
         ctx.logits_dtype = None if mask_logits is None else mask_logits.dtype
@@ -441,7 +441,7 @@ class _Layer(torch.autograd.Function):
             x,
             decoded(x, weight, weight_scale, ctx.weight_format),
             packed_masks,
-            *_if_given(offs),
+            *(() if offs is None else (offs,)),
             partials,
             (needs_x, needs_weight),
             ctx.logits_dtype if needs_logits else None,
@@ -475,10 +475,6 @@ class _Down(torch.autograd.Function):
         grads = experts_down_backward(grad_output, y, weight, expert_ids, expert_weights, needs)
         grads = [grad if is_needed else None for grad, is_needed in zip(grads, needs, strict=True)]
         return grads[0], grads[1], None, grads[2], None, None
-
-
-def _if_given(tensor: Tensor | None) -> Sequence[Tensor]:
-    return () if tensor is None else (tensor,)
 
 
 def decoded(x: Tensor, weight: Tensor, scale: Tensor | None, weight_format: str) -> Tensor:
@@ -535,9 +531,7 @@ def _refuse_gradients(tensors: dict[str, Tensor], weight_format: str, activation
             f"{name}: got a tensor that requires a gradient, must be called under torch.no_grad() or detached, because "
             f"activation_format={activation_format!r} is for inference"
         )
-    if weight_format == "dense":
-        return
-    for name in ("weight", "weight_scale"):
+    for name in ("weight", "weight_scale") if weight_format != "dense" else ():
         tensor = tensors.get(name)
         if tensor is not None and tensor.requires_grad:
             raise ValueError(

@@ -45,7 +45,6 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
         case 76: *value = 0; return 0;           // minor compute capability
         case 81: *value = 228 * 1024; return 0;  // shared memory of a multiprocessor
         case 97: *value = 227 * 1024; return 0;  // the most shared memory of a block
-        case 111: *value = 1024; return 0;       // shared memory that the driver reserves in a block
         default: return 1;
     }
 }

@@ -27,7 +27,6 @@ struct LaunchConfig {
 constexpr int kProgrammaticStreamSerialization = 6, kMaxDynamicSharedSize = 8;
 constexpr int kMultiprocessorCount = 16, kComputeCapabilityMajor = 75, kComputeCapabilityMinor = 76;
 constexpr int kMaxSharedMemoryPerMultiprocessor = 81, kMaxSharedMemoryPerBlockOptin = 97;
-constexpr int kReservedSharedMemoryPerBlock = 111;
 constexpr int kUint8 = 0, kUint16 = 1, kNoSwizzle = 0, kSwizzle32B = 1, kSwizzle64B = 2, kSwizzle128B = 3,
               kPromote64B = 1;
 constexpr unsigned kSharedBytesByDefault = 48 * 1024;
@@ -124,12 +123,8 @@ const DeviceFacts& current_device() {
         return value;
     };
     const int arch = 10 * ask(kComputeCapabilityMajor) + ask(kComputeCapabilityMinor);
-    const DeviceFacts facts{device,
-                            arch,
-                            ask(kMultiprocessorCount),
-                            ask(kMaxSharedMemoryPerMultiprocessor),
-                            ask(kMaxSharedMemoryPerBlockOptin),
-                            ask(kReservedSharedMemoryPerBlock)};
+    const DeviceFacts facts{device, arch, ask(kMultiprocessorCount), ask(kMaxSharedMemoryPerMultiprocessor),
+                            ask(kMaxSharedMemoryPerBlockOptin)};
     return known->emplace(device, facts).first->second;
 }
 

@@ -16,8 +16,7 @@ struct DeviceFacts {
     int arch;    // 90 for compute capability 9.0
     int sms;
     int shared_bytes_per_sm;
-    int max_shared_bytes_per_block;       // the most dynamic shared memory of a block
-    int reserved_shared_bytes_per_block;  // reserved by the driver
+    int max_shared_bytes_per_block;  // the most dynamic shared memory of a block
 };
 
 // Returns the device of the current context, whose properties are read once per process.

@@ -35,6 +35,10 @@ expert to the next, and `element`, `weight_format`, `activation` and `mask_weigh
 MOST_EXPERTS, MOST_EXPERT_ROWS = group_tokens.MOST_EXPERTS, group_tokens.MOST_ROWS
 """The most experts of a call, and the most rows of its result."""
 
+_MOST_ROWS = plain.MOST_TOKENS // 512 * 512
+"""The most rows of a launch without experts. C++ divides a larger call, and with a multiple of 512 rows all of its
+launches begin at addresses as aligned as the first one's."""
+
 _EACH_COUNT = 512
 """Up to this many rows, a launch is chosen for every number of rows. Above that, numbers between two powers of two take
 the launch of the larger one."""
@@ -98,7 +102,7 @@ def described(plan: Plan) -> tuple[object, ...]:
 def _row_counts(call: Call) -> list[int]:
     """Return the numbers of rows for which launches are chosen, up to the most rows of a launch."""
     if call.routing is None:
-        most = plain.MOST_TOKENS
+        most = _MOST_ROWS
     else:
         most = (group_tokens.MOST_ROWS if call.n_masks else experts_down.MOST_ROWS) // (call.routing.top_k or 1)
     powers = {1 << bits for bits in range(most.bit_length())}
@@ -213,8 +217,7 @@ def any_layer_plans() -> Iterator[AnyLayerPlan]:
 
 def plans_for_any_shape(layer: Call, gpu: Gpu, has_experts: bool, is_sorted: bool) -> Iterator[AnyLayerPlan]:
     """Yield the plans of `plain` for one token and for more. They run layers of any shape, in the dtypes of `layer`."""
-    most = plain.MOST_TOKENS
-    for block_tokens, first, last in ((1, 1, 1), (4, 2, most)):
+    for block_tokens, first, last in ((1, 1, 1), (4, 2, group_tokens.MOST_ROWS if has_experts else _MOST_ROWS)):
         call = _of_any_shape(replace(layer, leading=(Size(block_tokens, "rows"),)))
         if not has_experts:
             plan = quantize_x.plan(Plain(block_tokens=block_tokens), call, gpu)
@@ -225,7 +228,6 @@ def plans_for_any_shape(layer: Call, gpu: Gpu, has_experts: bool, is_sorted: boo
                 call.over_experts(Size(1, "experts"), 1, top_k), leading=rows if top_k is None else (*rows, top_k)
             )
             plan = experts.ExpertLaunch(Plain(block_tokens=block_tokens), grouped=True).plan(call, gpu)
-            last = group_tokens.MOST_ROWS if last == most else last
         yield AnyLayerPlan(
             layer.activation_format != "dense",
             has_experts,
