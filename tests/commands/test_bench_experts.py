@@ -6,11 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import torch
 import torch.nn.functional as F
-from bench_rows import row
 from torch import Tensor
 
 from benchmarks import expert_baselines, expert_layers, experts, pages
@@ -20,6 +18,8 @@ from benchmarks.harness import Timing, Variant
 from benchmarks.layers import masks_of
 from benchmarks.records import Row, read, write
 from mglu_ops.backends import triton as triton_backend
+from tests.support import commands
+from tests.support.commands import row
 
 MODEL = Model("small", experts=6, d=40, h=48, top_k=3)
 NAN = float("nan")
@@ -106,7 +106,7 @@ def check(variants: list[Variant]) -> None:
 @pytest.mark.skipif(not triton_backend.is_installed(), reason="triton is not installed")
 def test_triton_kernels_compute_their_layers() -> None:
     """Runs in a new process, because Triton decides when kernels are imported whether it interprets them."""
-    processes.python("-c", "import test_bench_experts; test_bench_experts.check_triton()", TRITON_INTERPRET="1")
+    commands.python("-c", "import test_bench_experts; test_bench_experts.check_triton()", TRITON_INTERPRET="1")
 
 
 def check_triton() -> None:

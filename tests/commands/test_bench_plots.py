@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_rows import frame_of, row
 
 from benchmarks import suites
 from benchmarks.frames import load
 from benchmarks.records import read_table
+from tests.support.commands import frame_of, row
 
 
 @pytest.fixture

@@ -7,21 +7,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from budgets import relative_error
-from cpu_calls import BFLOAT16, EMULATED, needs_compiler
-from cuda_problem import pack
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_layouts import rows_apart, transposed
 from torch import Tensor
-from training_checks import NAMES, Layer, assert_as_good_as_naive, assert_rounded, take_step
 
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cpu import Cpu, backward, build, library
 from mglu_ops.backends.cpu import backward_steps as steps
+from tests.support.budgets import relative_error
+from tests.support.calls import pack
+from tests.support.cpu import BFLOAT16, EMULATED, needs_compiler
+from tests.support.layers import rows_apart, transposed
+from tests.support.training_steps import NAMES, Layer, assert_as_good_as_naive, assert_rounded, take_step
 
-pytest_plugins = ["cpu_calls"]
+pytest_plugins = ["tests.support.cpu"]
 pytestmark = [needs_compiler, pytest.mark.parametrize("kernel", [BFLOAT16[0], EMULATED[0]], indirect=True, ids=str)]
 
 BF16, F32, F16, F64 = torch.bfloat16, torch.float32, torch.float16, torch.float64

@@ -13,25 +13,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import strategies as s
 import torch
-from budgets import BUDGET, NAIVE_FACTOR, relative_error
-from cpu_calls import BFLOAT16, EMULATED, NATIVE, assert_right, forward_train, needs_compiler, run, run_stored
-from families import quick_only_for
 from hypothesis import given
 from hypothesis import strategies as st
-from outliers import TOKENS, assert_loses_no_more_than_naive, layer_of_large_gates, outlier_layers
-from stored_weights import every_stored_value, stored_layer
-from strategies import Layer, make_layer
-from training_checks import exact_partials, products_of
 
 import mglu_ops
 from mglu_ops.backends import cpu
 from mglu_ops.backends.cpu import build
 from mglu_ops.formats import FORMATS
 from mglu_ops.given import Given
+from tests.support import layers as s
+from tests.support.budgets import BUDGET, NAIVE_FACTOR, relative_error
+from tests.support.cpu import BFLOAT16, EMULATED, NATIVE, assert_right, forward_train, needs_compiler, run, run_stored
+from tests.support.families import quick_only_for
+from tests.support.hard_values import TOKENS, assert_loses_no_more_than_naive, layer_of_large_gates, outlier_layers
+from tests.support.layers import Layer, every_stored_value, make_layer, stored_layer
+from tests.support.training_steps import exact_partials, products_of
 
-pytest_plugins = ["cpu_calls"]
+pytest_plugins = ["tests.support.cpu"]
 pytestmark = needs_compiler
 TESTS = Path(__file__).parent
 

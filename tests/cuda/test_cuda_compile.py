@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import quick_cases, quick_only_for
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig, TileWgmma
@@ -26,6 +25,7 @@ from mglu_ops.backends.cuda.kernels.tile_wgmma_choice import fp8_launches
 from mglu_ops.backends.cuda.kernels.tile_wgmma_training import training_choice
 from mglu_ops.call import Call, StoredWeight
 from mglu_ops.formats import FORMATS
+from tests.support.families import quick_cases, quick_only_for
 
 ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 MOST_USED = ((8, 0), (9, 0))

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import quick_cases, quick_only_for
 from test_cuda_compile import ARCHITECTURES, HOPPER, REGISTERS_PER_SM, compiled, stored_in
 from test_launch_choice import Driver
 
@@ -20,6 +19,7 @@ from mglu_ops.backends.cuda.launch import parameters
 from mglu_ops.backends.parameters import Parameters
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
+from tests.support.families import quick_cases, quick_only_for
 
 QWEN3_30B_A3B, MIXTRAL, GPT_OSS = (128, 768, 2048, 8), (8, 14336, 4096, 2), (32, 2880, 2880, 4)
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import quick_cases
 from test_cuda_compile import REGISTERS_PER_SM, compiled
 
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.kernels import experts_down
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
+from tests.support.families import quick_cases
 
 MODELS = {"Qwen3-30B-A3B": (128, 2048, 768, 8), "Mixtral": (8, 4096, 14336, 2), "gpt-oss": (32, 2880, 2880, 4)}
 """Experts, out_features, in_features and experts per token."""

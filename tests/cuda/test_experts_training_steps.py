@@ -6,13 +6,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from emulated_kernels import emulated_kernels, needs_compiler
-from expert_training import ExpertLayer, assert_as_good_as_naive
-from families import family, sample
 from torch import Tensor
 
 from mglu_ops.backends.cuda import experts_training as training
 from mglu_ops.given import BackwardGiven, Given
+from tests.support.emulated_kernels import emulated_kernels, needs_compiler
+from tests.support.expert_steps import ExpertLayer, assert_as_good_as_naive
+from tests.support.families import family, sample
 
 __all__ = ["emulated_kernels"]  # a fixture
 

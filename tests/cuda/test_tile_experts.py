@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import quick_cases, quick_only_for
 from test_cuda_compile import HOPPER, REGISTERS_PER_SM, compiled
 
 from mglu_ops.backends.cuda.choice import choose_experts
@@ -19,6 +18,7 @@ from mglu_ops.backends.cuda.kernels.tile_wgmma_costs import _items_of_random_loa
 from mglu_ops.backends.cuda.kernels.tile_wgmma_training import TrainingTile, training_items
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
+from tests.support.families import quick_cases, quick_only_for
 
 QWEN, MIXTRAL, GPT_OSS = (128, 768, 2048, 8), (8, 14336, 4096, 2), (32, 2880, 2880, 4)
 """Experts, out_features, in_features and experts per token."""

@@ -11,16 +11,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from emulated_kernels import emulated_kernels, needs_compiler
-from families import family, quick_only_for, sample
-from memory_layouts import rows_apart, spaced, transposed, unaligned
 from torch import Tensor
-from training_checks import Layer, Steps, assert_as_good_as_naive, take_step
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda import training
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.kernels import backward_gemm
+from tests.support.emulated_kernels import emulated_kernels, needs_compiler
+from tests.support.families import family, quick_only_for, sample
+from tests.support.layers import rows_apart, spaced, transposed, unaligned
+from tests.support.training_steps import Layer, Steps, assert_as_good_as_naive, take_step
 
 __all__ = ["emulated_kernels"]  # a fixture
 

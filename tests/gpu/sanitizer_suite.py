@@ -20,15 +20,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from backend_calls import launch_of, run_on
-from budgets import assert_matches
-from expert_layers import down_oracle, make_down, make_experts, sorted_rows
-from stored_weights import stored_layer
 from torch import Tensor
-from training_checks import Layer, take_step
 
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS, reference
@@ -39,6 +34,10 @@ from mglu_ops.backends.cuda.kernels.experts import choose as choose_experts
 from mglu_ops.call import Call
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS
 from mglu_ops.masks import pack
+from tests.support.budgets import assert_matches
+from tests.support.calls import launch_of, run_on
+from tests.support.layers import down_oracle, make_down, make_experts, sorted_rows, stored_layer
+from tests.support.training_steps import Layer, take_step
 
 Shape = tuple[int, int, int, int]
 

@@ -7,10 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backend_calls import run_on
-from budgets import assert_matches
-from cuda_problem import Problem
-from stored_weights import stored_layer
 from torch import Tensor
 
 import mglu_ops
@@ -19,6 +15,9 @@ from mglu_ops.backends.cuda.choice import without_tables
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
+from tests.support.budgets import assert_matches
+from tests.support.calls import Problem, run_on
+from tests.support.layers import stored_layer
 
 pytestmark = [
     pytest.mark.gpu,

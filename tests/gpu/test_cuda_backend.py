@@ -8,17 +8,15 @@ from functools import partial
 
 import pytest
 import torch
-from backend_calls import launch_of, unsupported
-from budgets import BUDGET, assert_matches, relative_error
-from cuda_problem import Problem
-from memory_layouts import mask_major, rows_apart, spaced, transposed, unaligned
-from stored_weights import every_stored_value, stored_layer
 from torch import Tensor
 
 from mglu_ops import dispatch
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig, Plain, TileWgmma
 from mglu_ops.formats import FORMATS
+from tests.support.budgets import BUDGET, assert_matches, relative_error
+from tests.support.calls import Problem, launch_of, unsupported
+from tests.support.layers import every_stored_value, mask_major, rows_apart, spaced, stored_layer, transposed, unaligned
 
 pytestmark = pytest.mark.gpu
 

@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import BUDGET, relative_error
-from expert_layers import ROUTINGS, down_oracle, make_down, make_experts, sorted_rows
-from gpu_calls import without_waiting
-from strategies import DTYPES, laid_out
 from torch import Tensor
 
 from mglu_ops import dispatch
 from mglu_ops.backends import composite
 from mglu_ops.formats import FORMATS
+from tests.support.budgets import BUDGET, relative_error
+from tests.support.calls import without_waiting
+from tests.support.layers import DTYPES, ROUTINGS, down_oracle, laid_out, make_down, make_experts, sorted_rows
 
 pytestmark = pytest.mark.gpu
 mglu = torch.ops.mglu

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from budgets import assert_matches
-from memory_layouts import bands_of, between
 from torch import Tensor
 
 import mglu_ops
@@ -20,6 +18,8 @@ from mglu_ops.backends.cuda.kernels.experts_down import ExpertsDown
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
 from mglu_ops.given import DownGiven
+from tests.support.budgets import assert_matches
+from tests.support.layers import bands_of, between
 
 pytestmark = pytest.mark.gpu
 

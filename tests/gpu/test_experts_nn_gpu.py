@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from budgets import assert_matches
-from gpu_calls import without_waiting
 from torch import Tensor
 
 from mglu_ops.nn import MGLUExperts, MGLUExpertsFeedForward, NaiveMGLUExperts, freeze, quantize
+from tests.support.budgets import assert_matches
+from tests.support.calls import without_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 

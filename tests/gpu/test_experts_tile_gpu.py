@@ -6,10 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import assert_matches
-from expert_layers import ROUTINGS, Experts, make_experts, sorted_rows
-from gpu_calls import assert_follows_producers, on_gpu
-from memory_layouts import bands_of, between, rows_apart, transposed, unaligned
 from torch import Tensor
 
 import mglu_ops
@@ -21,6 +17,19 @@ from mglu_ops.backends.cuda.launch import load
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
 from mglu_ops.given import Given
+from tests.support.budgets import assert_matches
+from tests.support.calls import assert_follows_producers, on_gpu
+from tests.support.layers import (
+    ROUTINGS,
+    Experts,
+    bands_of,
+    between,
+    make_experts,
+    rows_apart,
+    sorted_rows,
+    transposed,
+    unaligned,
+)
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,15 +7,15 @@ from itertools import pairwise
 
 import pytest
 import torch
-from budgets import NAIVE_FACTOR, relative_error
-from expert_training import ExpertLayer, assert_as_good_as_naive
-from memory_layouts import rows_apart, transposed, unaligned
 from torch import Tensor
 
 from mglu_ops import dispatch
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda import experts_training
 from mglu_ops.backends.triton import experts as triton_experts
+from tests.support.budgets import NAIVE_FACTOR, relative_error
+from tests.support.expert_steps import ExpertLayer, assert_as_good_as_naive
+from tests.support.layers import rows_apart, transposed, unaligned
 
 pytestmark = pytest.mark.gpu
 

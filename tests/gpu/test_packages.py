@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from expert_layers import make_down, make_experts, sorted_rows
-from library_fixtures import run
-from small_packages import write_small_package
-from stored_weights import StoredLayers
 from torch import Tensor, nn
 
 import mglu_ops
@@ -21,6 +17,8 @@ from mglu_ops.nn import MGLU, NaiveMGLU
 from mglu_ops.packaging.library import build_targets
 from mglu_ops.packaging.package import LayerInfo
 from mglu_ops.packaging.tensor_file import write_tensor
+from tests.support.layers import StoredLayers, make_down, make_experts, sorted_rows
+from tests.support.packaging import run, write_small_package
 
 pytestmark = [pytest.mark.gpu]
 

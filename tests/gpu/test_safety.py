@@ -11,10 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from backend_calls import launch_of, run_on
-from budgets import assert_matches
-from cuda_problem import Problem
-from memory_layouts import bands_of, between
 from torch import Tensor
 
 from mglu_ops import dispatch
@@ -25,6 +21,9 @@ from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels import base, permute_x
 from mglu_ops.backends.cuda.kernels import pack as packing
 from mglu_ops.backends.cuda.launch import load, load_kernel, parameters
+from tests.support.budgets import assert_matches
+from tests.support.calls import Problem, launch_of, run_on
+from tests.support.layers import bands_of, between
 
 pytestmark = pytest.mark.gpu
 

@@ -8,10 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from budgets import NAIVE_FACTOR, assert_matches, relative_error
-from memory_layouts import rows_apart, spaced, unaligned
 from torch import Tensor
-from training_checks import NAMES, Layer, Steps, assert_as_good_as_naive, take_step
 
 from mglu_ops import dispatch
 from mglu_ops.activations import ACTIVATIONS
@@ -22,6 +19,9 @@ from mglu_ops.backends.cuda.kernels import backward_gemm
 from mglu_ops.backends.cuda.kernels import training_steps as steps
 from mglu_ops.backends.parameters import addresses
 from mglu_ops.sizes import round_up
+from tests.support.budgets import NAIVE_FACTOR, assert_matches, relative_error
+from tests.support.layers import rows_apart, spaced, unaligned
+from tests.support.training_steps import NAMES, Layer, Steps, assert_as_good_as_naive, take_step
 
 pytestmark = pytest.mark.gpu
 

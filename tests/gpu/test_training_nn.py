@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import BUDGET, relative_error
-from data_parallel import check_data_parallel
-from gpu_calls import without_waiting
-from ranks import GPU_BACKENDS, run_on_ranks
 from torch import Tensor, nn
-from training import Run, assert_as_good_as_naive, assert_same_training, student, train
 
 import mglu_ops
 from mglu_ops.nn import MGLU, NaiveMGLU, SwiMGLU, flip_ratio, gate_ratio, mask_agreement
+from tests.support.budgets import BUDGET, relative_error
+from tests.support.calls import without_waiting
+from tests.support.modules import Run, assert_as_good_as_naive, assert_same_training, student, train
+from tests.support.ranks import GPU_BACKENDS, run_on_ranks
+from tests.support.ranks.data_parallel import check_data_parallel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 

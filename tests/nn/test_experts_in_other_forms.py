@@ -8,8 +8,6 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import assert_matches
-from expert_modules import KINDS, each_kind, layer_of, learned_or_fixed, pair, results, saved_and_loaded
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
@@ -28,6 +26,8 @@ from mglu_ops.nn import (
     quantize,
 )
 from mglu_ops.parallel import ColwiseMGLU, shard_placement_fn
+from tests.support.budgets import assert_matches
+from tests.support.modules import KINDS, each_kind, layer_of, learned_or_fixed, pair, results, saved_and_loaded
 
 STORED = [name for name in FORMATS if name != "dense"]
 

@@ -9,16 +9,16 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import NAIVE_FACTOR, assert_matches, relative_error
-from families import family
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import ACTIVATION_NAMES, DTYPES, examples
 from torch import Tensor, nn
 
 from mglu_ops.backends import reference
 from mglu_ops.masks import check_packed_masks
 from mglu_ops.nn import GLU, LU, MGLU, GeMGLU, MGLUFeedForward, NaiveMGLU, ReMGLU, SwiMGLU
+from tests.support.budgets import NAIVE_FACTOR, assert_matches, relative_error
+from tests.support.families import family
+from tests.support.layers import ACTIVATION_NAMES, DTYPES, examples
 
 MASKED = [MGLU, NaiveMGLU]
 each_kind = pytest.mark.parametrize("kind", MASKED)

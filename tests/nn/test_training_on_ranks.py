@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from data_parallel import SAME, check_data_parallel, check_mixed_precision, new_model
-from families import sample
-from ranks import RANKS, run_on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from training import WIDTH, batches
 
 from mglu_ops.nn import MaskStatistics, MGLUExpertsFeedForward, parameter_groups
 from mglu_ops.parallel import shard_placement_fn
+from tests.support.families import sample
+from tests.support.modules import WIDTH, batches
+from tests.support.ranks import RANKS, run_on_ranks
+from tests.support.ranks.data_parallel import SAME, check_data_parallel, check_mixed_precision, new_model
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 

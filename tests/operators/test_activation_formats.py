@@ -7,11 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import BUDGET, NAIVE_FACTOR, relative_error
 from hypothesis import example, given
 from hypothesis import strategies as st
-from stored_weights import forward, naive_error, stored_layer
-from strategies import examples, laid_out
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -22,6 +19,8 @@ from mglu_ops.backends.base import Prepared
 from mglu_ops.call import Call
 from mglu_ops.formats import quantize_activation, round_activation
 from mglu_ops.given import Given
+from tests.support.budgets import BUDGET, NAIVE_FACTOR, relative_error
+from tests.support.layers import examples, forward, laid_out, naive_error, stored_layer
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

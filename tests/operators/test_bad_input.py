@@ -6,17 +6,17 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
-import strategies as s
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import OPS, arguments_of, make_layer
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.given import OPERATORS
+from tests.support import layers as s
+from tests.support.layers import OPS, arguments_of, make_layer
 
 mglu = torch.ops.mglu
 

@@ -14,10 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from expert_layers import make_experts
-from ranks import RANKS, run_on_ranks
-from stored_weights import forward, stored_layer
-from strategies import make_layer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -27,6 +23,8 @@ import mglu_ops
 from mglu_ops import ops
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS
 from mglu_ops.nn import MGLU, NaiveMGLU
+from tests.support.layers import forward, make_experts, make_layer, stored_layer
+from tests.support.ranks import RANKS, run_on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 

@@ -8,21 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import BUDGET, assert_matches, relative_error
-from expert_layers import (
-    ROUTINGS,
-    Experts,
-    down_oracle,
-    expert_layers,
-    make_down,
-    make_experts,
-    slices,
-    sorted_rows,
-)
-from families import family, sample
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from strategies import DTYPES, examples, laid_out
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,6 +21,21 @@ from mglu_ops.backends.triton import experts as grouped_products
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS, round_activation
 from mglu_ops.given import DownGiven, Given
+from tests.support.budgets import BUDGET, assert_matches, relative_error
+from tests.support.families import family, sample
+from tests.support.layers import (
+    DTYPES,
+    ROUTINGS,
+    Experts,
+    down_oracle,
+    examples,
+    expert_layers,
+    laid_out,
+    make_down,
+    make_experts,
+    slices,
+    sorted_rows,
+)
 
 mglu = torch.ops.mglu
 NARROW = (torch.float32, torch.float16, torch.bfloat16)

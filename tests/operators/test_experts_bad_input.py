@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expert_layers import arguments_of_experts, make_experts
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mglu_ops
 from mglu_ops.given import OPERATORS
+from tests.support.layers import arguments_of_experts, make_experts
 
 mglu = torch.ops.mglu
 

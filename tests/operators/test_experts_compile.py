@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from expert_layers import ROUTINGS, make_down, make_experts, sorted_rows
-from families import family, quick_only_for
-from strategies import DTYPES
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+
+from tests.support.families import family, quick_only_for
+from tests.support.layers import DTYPES, ROUTINGS, make_down, make_experts, sorted_rows
 
 mglu = torch.ops.mglu
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

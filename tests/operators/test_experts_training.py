@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from budgets import BUDGET, relative_error
-from expert_training import ExpertLayer, assert_zero_without_an_expert
-from families import family
 
 from mglu_ops import dispatch
 from mglu_ops.backends import triton
+from tests.support.budgets import BUDGET, relative_error
+from tests.support.expert_steps import ExpertLayer, assert_zero_without_an_expert
+from tests.support.families import family
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 mglu = torch.ops.mglu

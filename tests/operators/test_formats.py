@@ -6,12 +6,8 @@ import re
 
 import pytest
 import torch
-from budgets import BUDGET, relative_error
-from families import quick_only_for
 from hypothesis import given
 from hypothesis import strategies as st
-from stored_weights import every_stored_value, forward, stored_layer
-from strategies import examples
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,6 +19,9 @@ from mglu_ops.backends.cuda.compiler import source_directory
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
+from tests.support.budgets import BUDGET, relative_error
+from tests.support.families import quick_only_for
+from tests.support.layers import every_stored_value, examples, forward, stored_layer
 
 STORED = [name for name, one in FORMATS.items() if not one.is_dense]
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

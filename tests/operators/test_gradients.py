@@ -6,17 +6,17 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-import strategies as s
 import torch
-from budgets import assert_matches
 from hypothesis import assume, given
-from strategies import DTYPES, Layer, make_layer, straight_through
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, jacrev
 from torch.utils.flop_counter import FlopCounterMode
 
 from mglu_ops.backends import reference
+from tests.support import layers as s
+from tests.support.budgets import assert_matches
+from tests.support.layers import DTYPES, Layer, make_layer, straight_through
 
 forward, forward_ste = torch.ops.mglu.forward, torch.ops.mglu.forward_ste
 NAMES = ("x", "weight", "logits", "mask_weights")

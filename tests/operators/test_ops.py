@@ -8,16 +8,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import strategies as s
 import torch
-from backend_calls import run_on
-from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import DTYPES, Layer, make_layer
 from torch import Tensor
 
 from mglu_ops.activations import get_activation
+from tests.support import layers as s
+from tests.support.budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
+from tests.support.calls import run_on
+from tests.support.layers import DTYPES, Layer, make_layer
 
 forward, forward_ste, forward_train = torch.ops.mglu.forward, torch.ops.mglu.forward_ste, torch.ops.mglu.forward_train
 

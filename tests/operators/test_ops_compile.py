@@ -6,12 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import strategies as s
 import torch
 import torch.nn.functional as F
-from budgets import assert_matches
-from families import quick_cases, quick_only_for
-from strategies import DTYPES, OPS, Layer, arguments_of, make_layer
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.decorators import mark_unbacked
@@ -19,6 +15,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import _config as symbolic_config
+
+from tests.support import layers as s
+from tests.support.budgets import assert_matches
+from tests.support.families import quick_cases, quick_only_for
+from tests.support.layers import DTYPES, OPS, Layer, arguments_of, make_layer
 
 mglu = torch.ops.mglu
 

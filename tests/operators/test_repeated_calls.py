@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from expert_layers import arguments_of_experts, make_experts
-from strategies import arguments_of, make_layer
 from torch import Tensor
 
 from mglu_ops import batch_invariance, dispatch
 from mglu_ops.call import arguments_key, metadata_key
 from mglu_ops.given import Given
+from tests.support.layers import arguments_of, arguments_of_experts, make_experts, make_layer
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments, str], None]

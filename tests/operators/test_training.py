@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-import strategies as s
 import torch
-from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
-from families import quick_only_for
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from strategies import DTYPES, Layer, make_layer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mglu_ops.activations import get_activation
 from mglu_ops.backends import formula
+from tests.support import layers as s
+from tests.support.budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
+from tests.support.families import quick_only_for
+from tests.support.layers import DTYPES, Layer, make_layer
 
 mglu = torch.ops.mglu
 FLOAT64 = s.layers(dtype=torch.float64)

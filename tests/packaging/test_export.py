@@ -14,12 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import BUDGET
-from expert_layers import make_down, make_experts
 from hypothesis import given
-from library_fixtures import frozen_experts, inputs, model
-from small_packages import write_archive
-from strategies import Layer, layers
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
@@ -30,8 +25,11 @@ from mglu_ops.nn import MGLU, MGLUExpertsFeedForward
 from mglu_ops.packaging import composite
 from mglu_ops.packaging.package import LayerInfo, read_info
 from mglu_ops.packaging.seal import PackageError
+from tests.support.budgets import BUDGET
+from tests.support.layers import Layer, layers, make_down, make_experts
+from tests.support.packaging import frozen_experts, inputs, model, write_archive
 
-pytest_plugins = ["library_fixtures"]
+pytest_plugins = ["tests.support.packaging"]
 
 long = pytest.mark.long
 

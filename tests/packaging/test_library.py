@@ -12,11 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import assert_matches
-from expert_layers import ROUTINGS, make_down, make_experts, sorted_rows
-from library_fixtures import needs_compiler
-from processes import python, run
-from stored_weights import stored_layer
 from torch import Tensor
 
 import mglu_ops
@@ -27,8 +22,12 @@ from mglu_ops.given import Given
 from mglu_ops.packaging import generated
 from mglu_ops.packaging import library as build
 from mglu_ops.packaging.library import build_runtime, source_directory
+from tests.support.budgets import assert_matches
+from tests.support.commands import python, run
+from tests.support.layers import ROUTINGS, make_down, make_experts, sorted_rows, stored_layer
+from tests.support.packaging import needs_compiler
 
-pytest_plugins = ["library_fixtures"]
+pytest_plugins = ["tests.support.packaging"]
 pytestmark = [needs_compiler]
 
 Call = tuple[str, tuple[Any, ...]]

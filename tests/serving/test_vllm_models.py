@@ -18,11 +18,11 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from ranks import run_on_ranks
 
 import mglu_ops
 from mglu_ops.formats import FORMATS
 from mglu_ops.nn import MGLUFeedForward
+from tests.support.ranks import run_on_ranks
 
 pytest.importorskip("vllm", reason="vLLM is not a dependency of the tests: it brings gigabytes and a torch of its own")
 pytest.importorskip("mglu_ops.transformers")

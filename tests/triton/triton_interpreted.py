@@ -9,15 +9,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from backend_calls import run_on, unsupported
-from budgets import assert_matches
-from expert_training import ExpertLayer, assert_as_good_as_naive
 from hypothesis import given
-from memory_layouts import mask_major, rows_apart, spaced, transposed, unaligned
-from not_finite import assert_right_or_not_finite
-from outliers import assert_loses_no_more_than_naive, outlier_layers, slack_of_differences
-from stored_weights import every_stored_value
-from strategies import Layer, examples
 from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
@@ -27,6 +19,25 @@ from mglu_ops.backends.triton.grouped import grouped_products, products_over_row
 from mglu_ops.formats import FORMATS
 from mglu_ops.given import BackwardGiven, Given
 from mglu_ops.masks import pack
+from tests.support.budgets import assert_matches
+from tests.support.calls import run_on, unsupported
+from tests.support.expert_steps import ExpertLayer, assert_as_good_as_naive
+from tests.support.hard_values import (
+    assert_loses_no_more_than_naive,
+    assert_right_or_not_finite,
+    outlier_layers,
+    slack_of_differences,
+)
+from tests.support.layers import (
+    Layer,
+    every_stored_value,
+    examples,
+    mask_major,
+    rows_apart,
+    spaced,
+    transposed,
+    unaligned,
+)
 
 Layout = Callable[[Tensor], Tensor]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
