@@ -119,7 +119,7 @@ def test_error_is_close_to_the_naive_layers(kernel, tokens):
 @given(st.data())
 def test_every_layout(kernel, data):
     """Covers strided rows, strided columns, and tensors that cannot be viewed as a matrix."""
-    layer = data.draw(s.layers(dtype=kernel.dtype))
+    layer = data.draw(s.layers(dtypes=(kernel.dtype,)))
     total = layer.x.abs().double() @ layer.weight.abs().double().T
     term_weights = len(layer.masks) if layer.mask_weights is None else layer.mask_weights.double().sum(-1, keepdim=True)
     tiny = torch.finfo(kernel.dtype).tiny

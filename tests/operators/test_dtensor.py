@@ -23,7 +23,7 @@ import mglu_ops
 from mglu_ops import ops
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS
 from mglu_ops.nn import MGLU, NaiveMGLU
-from tests.support.layers import forward, make_experts, make_layer, stored_layer
+from tests.support.layers import forward, make_layer, stored_layer
 from tests.support.ranks import RANKS, run_on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
@@ -250,7 +250,7 @@ def _check_experts(ranks: Ranks, op: Any, given: dict[str, Tensor], ways: dict[s
 def _experts(ranks: Ranks) -> None:
     """Layers of experts, sharded by rows, tokens or experts. A weight that is sharded by experts is gathered."""
     mglu, sum_of_ranks = torch.ops.mglu, Partial()
-    layer = make_experts(weighted=True, dtype=torch.float64, routing="some out of range")
+    layer = make_layer((6,), routing="ids", weighted=True, dtype=torch.float64, loads="some out of range")
     x, weight, packed_masks, _, mask_weights, *_, expert_ids, _ = layer.given
     assert mask_weights is not None
     assert expert_ids is not None
@@ -289,7 +289,8 @@ def _experts(ranks: Ranks) -> None:
 def _stored_experts(ranks: Ranks) -> None:
     """Quantized experts and their scales, sharded by rows, in formats in which no two rows share a scale."""
     for name in ("int8_row", "int4_group"):  # gloo cannot scatter fp8
-        x, weight, packed_masks, _, _, scale, *_, expert_ids, _ = make_experts(weight_format=name).given
+        layer = make_layer((6,), routing="ids", weight_format=name)
+        x, weight, packed_masks, _, _, scale, *_, expert_ids, _ = layer.given
         given = {"x": x, "weight": weight, "packed_masks": packed_masks, "expert_ids": expert_ids}
         ways = {"rows": (dict.fromkeys(("weight", "packed_masks", "weight_scale"), Shard(1)), Shard(2), {})}
         _check_experts(

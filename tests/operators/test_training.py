@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mglu_ops import dispatch
 from mglu_ops.activations import get_activation
-from mglu_ops.backends import formula
+from mglu_ops.backends import formula, triton
 from tests.support import layers as s
 from tests.support.budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
-from tests.support.families import quick_only_for
+from tests.support.families import family, quick_only_for
 from tests.support.layers import DTYPES, Layer, make_layer
+from tests.support.training_steps import TrainingLayer, assert_zero_without_an_expert, take_step
 
 mglu = torch.ops.mglu
-FLOAT64 = s.layers(dtype=torch.float64)
+FLOAT64 = s.layers(dtypes=(torch.float64,))
 
 
 def forward_train(layer: Layer) -> tuple[Tensor, Tensor]:
@@ -235,3 +237,55 @@ def test_errors_in_float32_on_gpus_without_fast_float64(n_masks, density, monkey
     monkeypatch.setattr(formula, "_backward_total_dtype", lambda x: torch.float32)
     layer = make_layer((96,), 512, 256, n_masks, dtype=torch.float32, density=density)
     assert_as_good_as_naive(layer, 2.5)
+
+
+# --- Experts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loads", "unowned", "n_masks", "dtype", "activation", "mask_weights_dtype"),
+    family(
+        [[5, 0, 9, 1], [0, 0, 7], [3, 4], [0, 0]],
+        [0, 3],
+        [2, 1, 5],
+        [torch.float64, torch.float32, torch.bfloat16],
+        ["silu", "gelu"],
+        [None, torch.float32],
+    ),
+)
+def test_a_step_of_experts_agrees_with_a_loop(loads, unowned, n_masks, dtype, activation, mask_weights_dtype):
+    torch.manual_seed(0)
+    layer = TrainingLayer.of_experts(
+        "cpu", dtype, loads, 12, 20, n_masks, unowned=unowned, activation=activation,
+        mask_weights_dtype=mask_weights_dtype,
+    )  # fmt: skip
+    found = take_step(layer)
+    for name, exact in layer.in_plain_torch(torch.float64).items():
+        assert relative_error(found[name], exact) <= 2 * max(BUDGET[dtype], BUDGET[found[name].dtype]), name
+        assert_zero_without_an_expert(name, found[name], layer)
+
+
+@pytest.mark.parametrize("needed", range(4))
+def test_a_step_of_experts_computes_only_what_is_needed(needed: int) -> None:
+    layer = TrainingLayer.of_experts("cpu", torch.float32, [2, 3], 8, 16, 2, mask_weights_dtype=torch.float32)
+    every = take_step(layer)
+    needs = [i == needed for i in range(4)]
+    for name, tensor in take_step(layer, needs=needs).items():
+        torch.testing.assert_close(tensor, every[name])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "reason"),
+    [
+        (torch.float64, (9, 0), "too narrow for float64"),
+        (torch.bfloat16, (7, 5), "need compute capability 8.0, this GPU has (7, 5)"),
+        (torch.float16, None, "triton is not installed"),
+    ],
+    ids=["dtype", "GPU", "no Triton"],
+)
+def test_a_gpu_that_would_have_to_wait_is_refused(monkeypatch, dtype, capability, reason):
+    monkeypatch.setattr(triton, "is_installed", lambda: capability is not None)
+    monkeypatch.setattr(triton, "_runs_interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(triton, "device_reason", triton.device_reason.__wrapped__)
+    assert reason in (dispatch.untrainable_reason(torch.device("cuda", 0), dtype) or "")

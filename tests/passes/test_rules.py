@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compile_passes import rules
 from compile_passes.rules import LAYER_RULES, PRECEDENCE, WEIGHT_RULES, Rule
+from tests.support.programs import graphs
 from tests.support.programs.graphs import Capture
 from tests.support.programs.layers import LAYERS, hard, tensors
 from tests.support.programs.spellings import gated

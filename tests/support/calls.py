@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from mglu_ops import dispatch
-from mglu_ops.backends import BACKENDS, reference
-from mglu_ops.backends.cuda import LaunchConfig
+from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cuda.choice import LaunchChoice, choose
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.call import Call
 from mglu_ops.given import Given
 from tests.support.budgets import assert_matches
+from tests.support.layers import Layer, make_layer
 
 
 def run_on(backend: str, *operands: Any, launch: Any = None, **options: Any) -> Tensor:
@@ -46,10 +46,6 @@ def without_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def on_gpu(given: Given) -> Given:
-    return given._replace(**{name: tensor.cuda() for name, tensor in given.tensors().items()})
-
-
 def assert_follows_producers(run: Callable[[Given], Tensor], given: Given) -> None:
     """Write ids, x or W just before each call.
 
@@ -67,17 +63,8 @@ def assert_follows_producers(run: Callable[[Given], Tensor], given: Given) -> No
             assert torch.equal(run(given), expected)
 
 
-def pack(masks: Tensor) -> Tensor:
-    """Pack bool masks `[n, d, h]` without the package's own code."""
-    n, d, h = masks.shape
-    padded = torch.zeros(n, d, -(-h // 8) * 8, dtype=torch.uint8, device=masks.device)
-    padded[:, :, :h] = masks
-    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=masks.device)
-    return (padded.view(n, d, -(-h // 8), 8) * weights).sum(-1, dtype=torch.uint8).permute(1, 2, 0).contiguous()
-
-
-class Problem:
-    """Random inputs of one call, and its float64 result."""
+class Problem(Layer):
+    """A random layer on the GPU, run on the CUDA backend. Its tensors may be replaced."""
 
     def __init__(
         self,
@@ -88,40 +75,29 @@ class Problem:
         dtype: torch.dtype = torch.float16,
         activation: str = "silu",
         mask_weights_dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
-        self.x = torch.randn(tokens, h, device="cuda").to(dtype)
-        self.weight = (torch.randn(d, h, device="cuda") / max(h, 1) ** 0.5).to(dtype)
-        self.masks = torch.rand(n_masks, d, h, device="cuda") < 0.5
-        self.packed = pack(self.masks)
-        self.activation = activation
-        self.mask_weights = (
-            None if mask_weights_dtype is None else torch.rand(tokens, n_masks, device="cuda").to(mask_weights_dtype)
-        )
-
-    @property
-    def given(self) -> Given:
-        return Given(self.x, self.weight, self.packed, self.activation, self.mask_weights)
+        """Take the arguments of `make_layer`, such as `routing`. The values depend on torch's seed."""
+        seed = int(torch.randint(2**31, ()))
+        options |= {"activation": activation, "mask_weights_dtype": mask_weights_dtype, "seed": seed}
+        super().__init__(**vars(make_layer((tokens,), h, d, n_masks, dtype=dtype, device="cuda", **options)))
 
     @property
     def call(self) -> Call:
         return Call.of(self.given)
 
-    def run(self, config: LaunchConfig | None = None) -> Tensor:
-        return run_on("cuda", *self.given[:5], launch=config)
+    def run(self, config: Any = None) -> Tensor:
+        """The result of the launch `config`, or of the launch that the backend chooses, in memory that held NaN."""
+        torch.full(self.call.result_shape, torch.nan, dtype=self.x.dtype, device="cuda")
+        return dispatch.forward(self.given, backend="cuda", launch=config)
 
     def launch(self, sequence: Any, out: Tensor, workspace: Tensor, **addresses: int) -> None:
         """Launch prepared kernels on the current stream. They write to the test's tensors `out` and `workspace`."""
-        pointers = self.given.addresses(out) | addresses
+        pointers = self.given.in_rows().addresses(out) | addresses
         sequence(torch.cuda.current_stream().cuda_stream, pointers, workspace.data_ptr())
 
-    def oracle(self) -> Tensor:
-        """The float64 result, summed mask by mask to save memory."""
-        result = torch.zeros(len(self.x), len(self.weight), dtype=torch.float64, device=self.x.device)
-        for i, mask in enumerate(self.masks):
-            weights = None if self.mask_weights is None else self.mask_weights[:, i : i + 1]
-            result += reference.forward(self.x, self.weight, mask[None], self.activation, weights)
-        return result
-
-    def check(self, config: LaunchConfig | None = None) -> None:
-        assert unsupported("cuda", *self.given[:5]) is None
-        assert_matches(self.run(config), self.oracle(), self.x.dtype)
+    def check(self, config: Any = None) -> None:
+        assert unsupported("cuda", *self.given) is None
+        found = self.run(config)
+        assert not found[~self.has_expert].count_nonzero()
+        assert_matches(found, self.oracle(), self.x.dtype, str(config))

@@ -1,8 +1,13 @@
-"""Random layers, with and without experts, in any memory layout, and their results in float64."""
+"""Random layers with any routing, size, memory layout and format of weights, and their results in float64.
+
+The routing is an axis: `None` for a layer without experts, "ids" for `experts_forward`, whose tokens have slots with
+the id of an expert, and "offs" for `grouped_forward`, whose rows are sorted by expert.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -16,72 +21,157 @@ from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends import reference
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS, quantize_activation
 from mglu_ops.given import DownGiven, Given
-from mglu_ops.masks import pack, unpack
-from tests.support.budgets import relative_error
+from mglu_ops.masks import unpack
+from tests.support.budgets import BUDGET, relative_error
 
 ACTIVATION_NAMES = sorted(ACTIVATIONS)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-LAYOUTS = ("contiguous", "strided", "transposed", "offset", "expanded")
-
-n_masks = st.integers(1, 16)
-in_features = st.one_of(st.integers(1, 40), st.sampled_from([8, 16, 24, 64]))
-out_features = st.integers(1, 12)
-leading = st.lists(st.integers(1, 4), min_size=0, max_size=3).map(tuple)
-layouts = st.sampled_from(LAYOUTS)
-seeds = st.integers(0, 2**16)
+ROUTINGS = (None, "ids", "offs")
+LOADS = ("uniform", "skewed", "one expert", "no expert", "some out of range")
+"""How the ids of experts are distributed."""
 
 
-def examples(count: int) -> settings:
-    """Hypothesis settings: `count` examples in a full run. Other profiles scale this number (conftest.py)."""
-    full_run = settings.get_profile("ci").max_examples
-    return settings(max_examples=max(1, count * settings.default.max_examples // full_run))
+def pack(masks: Tensor) -> Tensor:
+    """Pack bool masks `[..., n_masks, d, h]` without the package's own code."""
+    padded = F.pad(masks.to(torch.uint8), (0, -masks.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=masks.device)
+    return (padded * weights).sum(-1, dtype=torch.uint8).movedim(-3, -1).contiguous()
 
 
-def laid_out(tensor: Tensor, layout: str) -> Tensor:
-    """A copy in another memory layout. The layout `expanded` repeats the first entry of the first dimension."""
-    if layout == "strided":
-        wide = tensor.new_zeros(*tensor.shape[:-1], 2 * tensor.shape[-1])
-        wide[..., ::2] = tensor
-        return wide[..., ::2]
-    if layout == "transposed" and tensor.dim() > 1:
-        return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
-    if layout == "offset":
-        flat = tensor.new_zeros(tensor.numel() + 3)
-        flat[3:] = tensor.flatten()
-        return flat[3:].view(tensor.shape)
-    if layout == "expanded" and tensor.dim() > 1:
-        return tensor[:1].contiguous().expand_as(tensor)
-    return tensor.contiguous()
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Layer:
-    """The arguments of one call, with bool masks and packed masks."""
+    """The arguments of one call, as in `mglu_ops.given.Given`, and bool masks `[(E,) n_masks, d, h]`."""
 
     x: Tensor
     weight: Tensor
     masks: Tensor
     packed_masks: Tensor
-    activation: str
-    mask_weights: Tensor | None
+    activation: str = "silu"
+    mask_weights: Tensor | None = None
+    weight_scale: Tensor | None = None
+    weight_format: str = "dense"
+    activation_format: str = "dense"
+    expert_ids: Tensor | None = None
+    offs: Tensor | None = None
+
+    @property
+    def given(self) -> Given:
+        return Given(*(getattr(self, name) for name in Given._fields))
 
     @property
     def logits(self) -> Tensor:
         """float32 logits whose signs are the masks."""
-        return torch.where(self.masks, 0.5, -0.5) + torch.linspace(0, 0.4, self.masks.numel()).view(self.masks.shape)
+        size = torch.linspace(0, 0.4, self.masks.numel(), device=self.masks.device).view(self.masks.shape)
+        return torch.where(self.masks, 0.5, -0.5) + size
 
-    def forward(self) -> Tensor:
-        return torch.ops.mglu.forward(self.x, self.weight, self.packed_masks, self.activation, self.mask_weights)
+    @property
+    def has_expert(self) -> Tensor:
+        """True for each row of the result that an expert computes, bool `[...]`. All other rows must be zeros."""
+        if self.offs is not None:
+            return torch.arange(len(self.x), device=self.offs.device) < self.offs[-1]
+        ids = self.expert_ids
+        if ids is None:
+            return torch.ones(self.x.shape[:-1], dtype=torch.bool, device=self.x.device)
+        return (ids >= 0) & (ids < len(self.weight))
 
-    def oracle(self) -> Tensor:
-        """The float64 result."""
-        return reference.forward(self.x, self.weight, self.masks, self.activation, self.mask_weights)
-
-    def with_(self, **changes: object) -> Layer:
+    def with_(self, **changes: Any) -> Layer:
         """A copy with some fields changed. New `masks` are packed, unless `packed_masks` is given."""
         if "masks" in changes and "packed_masks" not in changes:
-            changes["packed_masks"] = torch.ops.mglu.pack_masks(changes["masks"])
-        return replace(self, **changes)
+            changes["packed_masks"] = pack(changes["masks"])
+        return Layer(**(vars(self) | changes))
+
+    def to(self, device: str) -> Layer:
+        return self.with_(**{name: t.to(device) for name, t in vars(self).items() if isinstance(t, Tensor)})
+
+    def result_of(self, name: str = "forward", masks: Tensor | None = None) -> Any:
+        """The result of `forward`, `forward_ste` or `forward_train`, or of the operator for this layer's routing."""
+        given, prefix = self.given, "" if self.offs is None else "grouped_"
+        name = "experts_forward" if self.expert_ids is not None else prefix + name
+        if masks is None:
+            masks = self.logits if name.endswith("_ste") else given.packed_masks
+        routing = () if given.routing is None else (given.routing,)
+        rest = given[3:8] if name.endswith("_forward") or name == "forward" else given[3:5]
+        return getattr(torch.ops.mglu, name)(given.x, given.weight, masks, *routing, *rest)
+
+    def forward(self) -> Tensor:
+        return self.result_of("forward")
+
+    def parts(self) -> Iterator[tuple[Layer, Any]]:
+        """Each expert as a layer without experts, with the index of its rows in the result."""
+        if self.given.routing is None:
+            yield self, ...
+            return
+        ends = [] if self.offs is None else list(pairwise((0, *self.offs.tolist())))
+        for expert in range(len(self.weight)):
+            where: Any = slice(*ends[expert]) if ends else (self.expert_ids == expert).nonzero(as_tuple=True)
+            part = self.with_(
+                x=self.x[where if ends else where[0]],
+                weight=self.weight[expert],
+                masks=self.masks[expert],
+                packed_masks=self.packed_masks[expert],
+                mask_weights=None if self.mask_weights is None else self.mask_weights[where],
+                weight_scale=None if self.weight_scale is None else self.weight_scale[expert],
+                expert_ids=None,
+                offs=None,
+            )
+            yield part, where
+
+    def in_parts(self, result: Any, dtype: torch.dtype) -> Tensor:
+        """The result in `dtype` if `result(part)` computes each expert's rows. Other rows are zeros."""
+        found = torch.zeros(*self.given.leading, self.given.out_features, dtype=dtype, device=self.x.device)
+        for part, where in self.parts():
+            found[where] = result(part)
+        return found
+
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """X as it is rounded, and the decoded weight of a layer without experts, in float64."""
+        x = self.x.double()
+        if self.activation_format != "dense":
+            rounded, scales = quantize_activation(self.x)
+            x = rounded.double() * scales.double()
+        if self.weight_scale is None:
+            return x, self.weight.double()
+        return x, FORMATS[self.weight_format].dequantize(self.weight, self.weight_scale, torch.float64)
+
+    def oracle(self) -> Tensor:
+        """The float64 result, summed mask by mask to save memory."""
+
+        def result(part: Layer) -> Tensor:
+            x, weight = part.exact()
+            total = x.new_zeros(*x.shape[:-1], len(weight))
+            for i, mask in enumerate(part.masks):
+                weights = None if part.mask_weights is None else part.mask_weights[..., i : i + 1]
+                total += reference.forward(x, weight, mask[None], part.activation, weights)
+            return total
+
+        return self.in_parts(result, torch.float64)
+
+    def sorted_by_expert(self) -> tuple[Layer, Tensor]:
+        """A layer with a row for each slot, sorted by expert, and the flat index of each row's slot."""
+        ids, experts = self.expert_ids, len(self.weight)
+        assert ids is not None
+        of_slots = torch.where(self.has_expert, ids, experts).flatten()
+        pairs = torch.argsort(of_slots, stable=True)
+        offs = torch.bincount(of_slots, minlength=experts)[:experts].cumsum(0).int()
+        weights = None if self.mask_weights is None else self.mask_weights.flatten(0, 1)[pairs]
+        x = self.x[pairs // ids.shape[1]]
+        return self.with_(x=x, mask_weights=weights, expert_ids=None, offs=offs), pairs
+
+
+def route(tokens: int, top_k: int, experts: int, loads: str, generator: torch.Generator) -> Tensor:
+    """Expert ids `[tokens, top_k]`; `loads` is an entry of `LOADS`."""
+    random = torch.rand(tokens, top_k, generator=generator, device=generator.device)
+    if loads == "skewed":
+        random = random**4
+    ids = (random * experts).long()
+    if loads == "one expert":
+        ids[:] = experts - 1
+    elif loads == "no expert":
+        ids = torch.where(ids % 2 == 0, -1 - ids, experts + ids)
+    elif loads == "some out of range":
+        wrong = torch.rand(tokens, top_k, generator=generator, device=generator.device) < 0.3
+        ids = torch.where(wrong, 2 * experts * ids - 1, ids)
+    return ids
 
 
 def make_layer(
@@ -90,69 +180,121 @@ def make_layer(
     out_features: int = 10,
     n_masks: int = 3,
     *,
+    routing: str | None = None,
+    experts: int = 4,
+    top_k: int = 2,
+    loads: str = "uniform",
+    index_dtype: torch.dtype = torch.int64,
     activation: str = "silu",
     dtype: torch.dtype = torch.float32,
     density: float = 0.5,
     weighted: bool = False,
+    mask_weights_dtype: torch.dtype | None = None,
+    weight_format: str = "dense",
+    activation_format: str = "dense",
     seed: int = 0,
+    device: str = "cpu",
 ) -> Layer:
-    """A layer of normally distributed numbers, scaled so that gates and values have a variance of about 1."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(*leading, in_features, generator=generator).to(dtype)
-    weight = (torch.randn(out_features, in_features, generator=generator) / in_features**0.5).to(dtype)
-    masks = torch.rand(n_masks, out_features, in_features, generator=generator) < density
-    mask_weight = torch.rand(*leading, n_masks, generator=generator).to(dtype) if weighted else None
-    return Layer(x, weight, masks, torch.ops.mglu.pack_masks(masks), activation, mask_weight)
+    """A layer of normally distributed numbers, scaled so that gates and values have a variance of about 1.
+
+    With a routing, `leading` is the number of tokens, each with `top_k` slots. What kernels must not read is NaN: x of
+    tokens without an expert, and mask weights of slots without one. `weighted` adds mask weights in x's dtype, or in
+    float32 with experts.
+    """
+    generator, stored = torch.Generator(device).manual_seed(seed), FORMATS[weight_format]
+    sizes = (out_features, in_features)
+    of_experts, slots = ((), leading) if routing is None else ((experts,), (*leading, top_k))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device)
+
+    x, weight, scale = normal(*leading, in_features).to(dtype), normal(*of_experts, *sizes), None
+    weight /= max(in_features, 1) ** 0.5
+    if stored.is_dense:
+        weight = weight.to(dtype)
+    elif routing is None:
+        weight, scale = stored.quantize(weight)
+    else:
+        weight, scale = (torch.stack(part) for part in zip(*map(stored.quantize, weight), strict=True))
+    masks = torch.rand(*of_experts, n_masks, *sizes, generator=generator, device=device) < density
+    mask_weights = None
+    if weighted or mask_weights_dtype is not None:
+        mask_weights = torch.rand(*slots, n_masks, generator=generator, device=device)
+        mask_weights = mask_weights.to(mask_weights_dtype or (dtype if routing is None else torch.float32))
+    layer = Layer(x, weight, masks, pack(masks), activation, mask_weights, scale, weight_format, activation_format)
+    if routing is None:
+        return layer
+    layer.expert_ids = route(*leading, top_k, experts, loads, generator).to(index_dtype)
+    x[~layer.has_expert.any(1)] = torch.nan
+    if mask_weights is not None:
+        mask_weights[~layer.has_expert] = torch.nan
+    return layer if routing == "ids" else layer.sorted_by_expert()[0]
+
+
+def make_down(layer: Layer, weight_format: str = "dense", dtype: torch.dtype = torch.float32) -> DownGiven:
+    """Random arguments of `experts_down` for a layer's ids. y and expert weights are NaN in slots without an expert."""
+    ids, stored, (experts, _, d, h) = layer.expert_ids, FORMATS[weight_format], layer.masks.shape
+    assert ids is not None
+    generator = torch.Generator().manual_seed(1)
+    y = torch.randn(*ids.shape, d, generator=generator).to(layer.x.dtype)
+    y[~layer.has_expert] = torch.nan
+    pairs = [stored.quantize(one) for one in torch.randn(experts, h, d, generator=generator) / d**0.5]
+    weight = torch.stack([one for one, _ in pairs])
+    scale = None if stored.is_dense else torch.stack([one for _, one in pairs])  # type: ignore[misc]
+    weight = weight.to(y.dtype) if stored.is_dense else weight
+    expert_weights = torch.rand(ids.shape, generator=generator).to(dtype)
+    expert_weights[~layer.has_expert] = torch.nan
+    return DownGiven(y, weight, ids, expert_weights, scale, weight_format)
+
+
+def down_oracle(given: DownGiven) -> Tensor:
+    """The float64 result of `experts_down`."""
+    y, weight, ids, expert_weights, scale, name = given
+    result = torch.zeros(len(y), weight.shape[1], dtype=torch.float64, device=y.device)
+    for expert, stored in enumerate(weight):
+        exact = FORMATS[name].dequantize(stored, None if scale is None else scale[expert], torch.float64)
+        tokens, k = (ids == expert).nonzero(as_tuple=True)
+        terms = expert_weights[tokens, k, None].double() * (y[tokens, k].double() @ exact.t())
+        result.index_add_(0, tokens, terms)
+    return result
 
 
 OPS = ("pack_masks", "pack_logits", "unpack_masks", "forward", "forward_ste", "forward_train", "backward")
+OPS_OF_EXPERTS = ("pack_expert_logits", "experts_forward", "experts_down", "experts_down_backward")
+OPS_OF_EXPERTS += ("grouped_forward", "grouped_forward_ste", "grouped_forward_train", "grouped_backward")
+
+
+def routing_of(op: str) -> str | None:
+    return "offs" if op.startswith("grouped_") else "ids" if "expert" in op else None
 
 
 def arguments_of(op: str, layer: Layer) -> dict[str, Any]:
-    """The arguments of operator `op` for a layer, by name. The partials that `backward` takes are random."""
+    """The arguments of operator `op` for a layer of its routing, by name. The partials of `backward` are random."""
+    generator = torch.Generator().manual_seed(1)
+    x, kind = layer.x, op.removeprefix("grouped_")
     if op == "pack_masks":
         return {"masks": layer.masks}
-    if op == "pack_logits":
+    if op in ("pack_logits", "pack_expert_logits"):
         return {"mask_logits": layer.logits}
     if op == "unpack_masks":
-        return {"packed_masks": layer.packed_masks, "in_features": layer.x.shape[-1]}
-    masks = {"mask_logits": layer.logits} if op == "forward_ste" else {"packed_masks": layer.packed_masks}
-    args = {"x": layer.x, "weight": layer.weight, **masks}
-    if op != "backward":
+        return {"packed_masks": layer.packed_masks, "in_features": x.shape[-1]}
+    if "down" in op:
+        down = {key: value for key, value in make_down(layer)._asdict().items() if "weight_" not in key}
+        grad = torch.randn(len(x), layer.masks.shape[-1], generator=generator).to(x.dtype)
+        return down if op == "experts_down" else {"grad_output": grad, **down, "needs": [True, True, True]}
+    if op == "experts_forward":
+        return {key: value for key, value in layer.given._asdict().items() if key != "offs"}
+    masks = {"mask_logits": layer.logits} if kind == "forward_ste" else {"packed_masks": layer.packed_masks}
+    args = {"x": x, "weight": layer.weight, **masks, **({} if layer.offs is None else {"offs": layer.offs})}
+    if kind != "backward":
         return args | {"activation": layer.activation, "mask_weights": layer.mask_weights}
-    (*leading, _), (out_features, _), n_masks = layer.x.shape, layer.weight.shape, len(layer.masks)
+    leading, d, n_masks = x.shape[:-1], layer.given.out_features, layer.given.n_masks
     rows = n_masks + 1 if layer.mask_weights is None else 2 * n_masks + 1
-    generator = torch.Generator().manual_seed(1)
-    grad_output = torch.randn(*leading, out_features, generator=generator).to(layer.x.dtype)
-    partials = torch.randn(*leading, rows, out_features, generator=generator).to(layer.x.dtype)
+    grad_output = torch.randn(*leading, d, generator=generator).to(x.dtype)
+    partials = torch.randn(*leading, rows, d, generator=generator).to(x.dtype)
     mask_weights_dtype = None if layer.mask_weights is None else layer.mask_weights.dtype
     dtypes = {"logits_dtype": torch.float32, "mask_weights_dtype": mask_weights_dtype}
     return {"grad_output": grad_output, **args, "partials": partials, "needs": [True, True], **dtypes}
-
-
-@st.composite
-def layers(draw: st.DrawFn, dtype: torch.dtype | None = None, activation: str | None = None) -> Layer:
-    """Draw layers of various sizes, memory layouts, dtypes and activations."""
-    layer = make_layer(
-        draw(leading),
-        draw(in_features),
-        draw(out_features),
-        draw(n_masks),
-        activation=activation or draw(st.sampled_from(ACTIVATION_NAMES)),
-        dtype=dtype or draw(st.sampled_from(DTYPES)),
-        density=draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0])),
-        weighted=draw(st.booleans()),
-        seed=draw(seeds),
-    )
-    packed = laid_out(layer.packed_masks, draw(layouts))
-    mask_weight = layer.mask_weights
-    return layer.with_(
-        x=laid_out(layer.x, draw(layouts)),
-        weight=laid_out(layer.weight, draw(layouts)),
-        packed_masks=packed,
-        masks=torch.ops.mglu.unpack_masks(packed, layer.x.shape[-1]),
-        mask_weights=None if mask_weight is None else laid_out(mask_weight, draw(layouts)),
-    )
 
 
 def naive(
@@ -176,57 +318,29 @@ def straight_through(logits: Tensor, dtype: torch.dtype) -> Tensor:
     return hard + (logits - logits.detach()).to(dtype)
 
 
-# --- Memory layouts ---------------------------------------------------------------------------------------------------
+def assert_within_condition(result: Tensor, layer: Layer) -> None:
+    """Assert that each element is within the budget, relative to the sum of the absolute values of all terms.
 
-BAND = 4096
-"""The number of elements before a tensor that `between` returns, and the number after it."""
-
-
-def unaligned(tensor: Tensor, offset: int = 1) -> Tensor:
-    """A contiguous copy that starts `offset` elements past a multiple of 16 bytes."""
-    return tensor.new_empty(tensor.numel() + offset)[offset:].view(tensor.shape).copy_(tensor)
-
-
-def rows_apart(tensor: Tensor, distance: int = 8) -> Tensor:
-    """A copy with `distance` elements between its rows. These elements are NaN or the largest integer."""
-    shape = (*tensor.shape[:-1], tensor.shape[-1] + distance)
-    return tensor.new_full(shape, _poison(tensor))[..., : tensor.shape[-1]].copy_(tensor)
-
-
-def spaced(tensor: Tensor) -> Tensor:
-    """A copy with one element between neighbouring elements. These elements are NaN or the largest integer."""
-    return torch.stack((tensor, torch.full_like(tensor, _poison(tensor))), -1)[..., 0]
+    Unlike the relative error of the whole tensor, this bound also holds for single elements in which terms cancel. Rows
+    without an expert must be zeros.
+    """
+    assert result.shape == (*layer.given.leading, layer.given.out_features)
+    assert not result[~layer.has_expert].count_nonzero()
+    for part, where in layer.parts():
+        x, weight = part.exact()
+        total = x.abs() @ weight.abs().T
+        mask_weights = part.mask_weights
+        terms = len(part.masks) if mask_weights is None else mask_weights.double().sum(-1, keepdim=True)
+        limit = BUDGET[result.dtype] * terms * total * (total + 1) + torch.finfo(result.dtype).tiny
+        assert ((result[where].double() - part.oracle()).abs() <= limit).all()
 
 
-def transposed(tensor: Tensor) -> Tensor:
-    """A copy whose first two dimensions are swapped in memory."""
-    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+def leaf(tensor: Tensor | None) -> Tensor | None:
+    """A copy that requires a gradient, with 0 for NaN."""
+    return None if tensor is None else torch.nan_to_num(tensor.detach()).clone().requires_grad_()
 
 
-def mask_major(tensor: Tensor) -> Tensor:
-    """A copy of packed masks whose last dimension, the masks, is outermost in memory."""
-    return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
-
-
-def between(tensor: Tensor, fill: float) -> Tensor:
-    """A contiguous copy with `BAND` elements of `fill` before and after it."""
-    storage = tensor.new_full((tensor.numel() + 2 * BAND,), fill)
-    return storage[BAND:-BAND].view(tensor.shape).copy_(tensor)
-
-
-def bands_of(tensor: Tensor) -> Tensor:
-    """The bands around a tensor that `between` returned."""
-    storage = tensor.as_strided((tensor.numel() + 2 * BAND,), (1,), tensor.storage_offset() - BAND)
-    return torch.cat((storage[:BAND], storage[-BAND:]))
-
-
-def _poison(tensor: Tensor) -> float:
-    if tensor.is_floating_point():
-        return float("nan")
-    return 1 if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max
-
-
-# --- Weights in 8 and 4 bits ------------------------------------------------------------------------------------------
+# --- Weights in 8 and 4 bits -----------------------------------------------------------------------------------------
 
 
 def forward(*given: Any) -> Tensor:
@@ -246,21 +360,11 @@ def stored_layer(
     activation_format: str = "dense",
 ) -> tuple[Given, Tensor]:
     """The arguments of a random layer with mask weights, and its float64 result from the dequantized x and weight."""
-    generator = torch.Generator().manual_seed(tokens + d)
-    chosen = FORMATS[weight_format]
-    x = torch.randn(tokens, h, generator=generator).to(dtype)
-    stored, scale = chosen.quantize(torch.randn(d, h, generator=generator) / h**0.5)
-    masks = torch.rand(n_masks, d, h, generator=generator) < 0.5
-    weights = torch.rand(tokens, n_masks, generator=generator)
-    exact = chosen.dequantize(stored, scale, torch.float64)
-    tensors = (None if tensor is None else tensor.to(device) for tensor in (x, stored, pack(masks), weights, scale))
-    x_there, stored, packed, weights_there, scale = tensors
-    rest = scale, weight_format, activation_format
-    given = Given(x_there, stored, packed, "silu", weights_there, *rest)  # type: ignore[arg-type]
-    if activation_format != "dense":
-        rounded, scales = quantize_activation(x)
-        x = rounded.double() * scales.double()
-    return given, reference.forward(x, exact, masks, "silu", weights)
+    formats = {"weight_format": weight_format, "activation_format": activation_format}
+    layer = make_layer(
+        (tokens,), h, d, n_masks, dtype=dtype, mask_weights_dtype=torch.float32, seed=tokens + d, **formats
+    )
+    return layer.to(device).given, layer.oracle()
 
 
 def naive_error(given: Given) -> tuple[Tensor, float]:
@@ -324,200 +428,128 @@ def every_stored_value(
     return Given(x, stored, packed, "identity", None, scale, weight_format), expected
 
 
-# --- Experts ----------------------------------------------------------------------------------------------------------
+# --- Memory layouts ---------------------------------------------------------------------------------------------------
 
-ROUTINGS = ("uniform", "skewed", "one expert", "no expert", "some out of range")
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The arguments of one call of `experts_forward`, and float64 copies of x and of the dequantized weight."""
-
-    given: Given
-    masks: Tensor
-    """bool `[E, n_masks, d, h]`."""
-    exact_x: Tensor
-    exact_weight: Tensor
-
-    @property
-    def has_expert(self) -> Tensor:
-        """True for each slot with an expert, bool `[T, K]`."""
-        ids = self.given.routing
-        return (ids >= 0) & (ids < len(self.masks))
-
-    def forward(self) -> Tensor:
-        x, weight, packed_masks, *rest, expert_ids, _ = self.given
-        return torch.ops.mglu.experts_forward(x, weight, packed_masks, expert_ids, *rest)
-
-    def oracle(self) -> Tensor:
-        """The float64 result `[T, K, d]`: the output of each slot's expert, and zeros for slots without an expert."""
-        given, ids = self.given, self.given.routing
-        result = torch.zeros(*ids.shape, given.out_features, dtype=torch.float64)
-        for t, k in self.has_expert.nonzero().tolist():
-            expert = int(ids[t, k])
-            weights = None if given.mask_weights is None else given.mask_weights[t, k]
-            operands = self.exact_x[t], self.exact_weight[expert], self.masks[expert]
-            result[t, k] = reference.forward(*operands, given.activation, weights)
-        return result
+LAYOUTS = ("contiguous", "strided", "transposed", "offset", "expanded")
+BAND = 4096
+"""The number of elements before a tensor that `between` returns, and the number after it."""
 
 
-def route(tokens: int, top_k: int, experts: int, routing: str, generator: torch.Generator) -> Tensor:
-    """Expert ids `[tokens, top_k]`; `routing` is an entry of `ROUTINGS`."""
-    random = torch.rand(tokens, top_k, generator=generator)
-    if routing == "skewed":
-        random = random**4
-    ids = (random * experts).long()
-    if routing == "one expert":
-        ids[:] = experts - 1
-    elif routing == "no expert":
-        ids = torch.where(ids % 2 == 0, -1 - ids, experts + ids)
-    elif routing == "some out of range":
-        ids = torch.where(torch.rand(tokens, top_k, generator=generator) < 0.3, 2 * experts * ids - 1, ids)
-    return ids
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """A copy in another memory layout. The layout `expanded` repeats the first entry of the first dimension."""
+    if layout == "strided":
+        wide = tensor.new_zeros(*tensor.shape[:-1], 2 * tensor.shape[-1])
+        wide[..., ::2] = tensor
+        return wide[..., ::2]
+    if layout == "transposed" and tensor.dim() > 1:
+        return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "offset":
+        flat = tensor.new_zeros(tensor.numel() + 3)
+        flat[3:] = tensor.flatten()
+        return flat[3:].view(tensor.shape)
+    if layout == "expanded" and tensor.dim() > 1:
+        return tensor[:1].contiguous().expand_as(tensor)
+    return tensor.contiguous()
 
 
-def make_experts(
-    tokens: int = 6,
-    top_k: int = 2,
-    experts: int = 4,
-    in_features: int = 24,
-    out_features: int = 10,
-    n_masks: int = 3,
-    *,
-    routing: str = "uniform",
-    activation: str = "silu",
-    dtype: torch.dtype = torch.float32,
-    index_dtype: torch.dtype = torch.int64,
-    weighted: bool = False,
-    weight_format: str = "dense",
-    activation_format: str = "dense",
-    seed: int = 0,
-) -> Experts:
-    """Random experts.
-
-    The x of tokens without an expert and the mask weights of slots without an expert are NaN, because kernels must not
-    read them.
-    """
-    generator, stored = torch.Generator().manual_seed(seed), FORMATS[weight_format]
-    ids = route(tokens, top_k, experts, routing, generator)
-    x = torch.randn(tokens, in_features, generator=generator).to(dtype)
-    has_no_expert = (ids < 0) | (ids >= experts)
-    x[has_no_expert.all(1)] = torch.nan
-    dense = torch.randn(experts, out_features, in_features, generator=generator) / in_features**0.5
-    weight, scale = dense.to(dtype), None
-    exact_weight, exact_x = weight.double(), x.double()
-    if not stored.is_dense:
-        pairs = [stored.quantize(one) for one in dense]
-        weight, scale = (torch.stack(part) for part in zip(*pairs, strict=True))
-        exact_weight = torch.stack([stored.dequantize(*one, torch.float64) for one in pairs])
-    if activation_format != "dense":
-        rounded, scales = quantize_activation(x)
-        exact_x = rounded.double() * scales.double()
-    masks = torch.rand(experts, n_masks, out_features, in_features, generator=generator) < 0.5
-    packed = torch.stack([torch.ops.mglu.pack_masks(one) for one in masks])
-    mask_weights = torch.rand(tokens, top_k, n_masks, generator=generator) if weighted else None
-    if mask_weights is not None:
-        mask_weights[has_no_expert] = torch.nan
-    rest = activation, mask_weights, scale, weight_format, activation_format
-    given = Given.of_ids(x, weight, packed, ids.to(index_dtype), *rest)
-    return Experts(given, masks, exact_x, exact_weight)
+def unaligned(tensor: Tensor, offset: int = 1) -> Tensor:
+    """A contiguous copy that starts `offset` elements past a multiple of 16 bytes."""
+    return tensor.new_empty(tensor.numel() + offset)[offset:].view(tensor.shape).copy_(tensor)
 
 
-def sorted_rows(layer: Experts) -> tuple[Given, Tensor]:
-    """Arguments of `grouped_forward` with a row per slot, sorted by expert, and the flat index of each row's slot."""
-    given, (top_k, experts) = layer.given, (layer.given.routing.shape[1], len(layer.masks))
-    ids = torch.where(layer.has_expert, given.routing, experts).flatten()
-    pairs = torch.argsort(ids, stable=True)
-    offs = torch.bincount(ids, minlength=experts)[:experts].cumsum(0).int()
-    weights = None if given.mask_weights is None else given.mask_weights.flatten(0, 1)[pairs]
-    return given._replace(x=given.x[pairs // top_k], mask_weights=weights, expert_ids=None, offs=offs), pairs
+def rows_apart(tensor: Tensor, distance: int = 8) -> Tensor:
+    """A copy with `distance` elements between its rows. These elements are NaN or the largest integer."""
+    shape = (*tensor.shape[:-1], tensor.shape[-1] + distance)
+    return tensor.new_full(shape, _poison(tensor))[..., : tensor.shape[-1]].copy_(tensor)
 
 
-def slices(offs: Tensor) -> list[tuple[int, slice]]:
-    """Each expert with the slice of its rows."""
-    return [(expert, slice(*ends)) for expert, ends in enumerate(pairwise((0, *offs.tolist())))]
+def spaced(tensor: Tensor) -> Tensor:
+    """A copy with one element between neighbouring elements. These elements are NaN or the largest integer."""
+    return torch.stack((tensor, torch.full_like(tensor, _poison(tensor))), -1)[..., 0]
 
 
-def make_down(layer: Experts, weight_format: str = "dense", dtype: torch.dtype = torch.float32) -> DownGiven:
-    """Random arguments of `experts_down` for a layer's ids. y and expert weights are NaN in slots without an expert."""
-    generator, (experts, _, d, h) = torch.Generator().manual_seed(1), layer.masks.shape
-    ids, stored = layer.given.routing, FORMATS[weight_format]
-    y = torch.randn(*ids.shape, d, generator=generator).to(layer.given.x.dtype)
-    y[~layer.has_expert] = torch.nan
-    pairs = [stored.quantize(one) for one in torch.randn(experts, h, d, generator=generator) / d**0.5]
-    weight = torch.stack([one for one, _ in pairs])
-    scale = None if stored.is_dense else torch.stack([one for _, one in pairs])  # type: ignore[misc]
-    weight = weight.to(y.dtype) if stored.is_dense else weight
-    expert_weights = torch.rand(ids.shape, generator=generator).to(dtype)
-    expert_weights[~layer.has_expert] = torch.nan
-    return DownGiven(y, weight, ids, expert_weights, scale, weight_format)
+def transposed(tensor: Tensor) -> Tensor:
+    """A copy whose first two dimensions are swapped in memory."""
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
 
 
-def arguments_of_experts(op: str, layer: Experts) -> dict[str, Any]:
-    """The arguments of an operator over experts, by name. The layer has mask weights; the partials are random."""
-    given, (rows, _) = layer.given, sorted_rows(layer)
-    generator = torch.Generator().manual_seed(1)
-    down = {key: value for key, value in make_down(layer)._asdict().items() if "weight_" not in key}
-    logits = {"mask_logits": torch.where(layer.masks, 0.5, -0.5)}
-    shared = {"x": rows.x, "weight": rows.weight, "offs": rows.offs}
-    layers = {**shared, "activation": rows.activation, "mask_weights": rows.mask_weights}
-    if op == "experts_down":
-        return down
-    if op == "experts_down_backward":
-        grad_output = torch.randn(len(given.x), given.in_features, generator=generator)
-        return {"grad_output": grad_output, **down, "needs": [True, True, True]}
-    if op == "pack_expert_logits":
-        return logits
-    if op == "experts_forward":
-        return {key: value for key, value in given._asdict().items() if key != "offs"}
-    if op == "grouped_backward":
-        grad_output = torch.randn(len(rows.x), given.out_features, generator=generator)
-        partials = torch.randn(len(rows.x), 2 * given.n_masks + 1, given.out_features, generator=generator)
-        tensors = {"grad_output": grad_output, **shared, "packed_masks": rows.packed_masks, "partials": partials}
-        return {**tensors, "needs": [True, True], "logits_dtype": torch.float32, "mask_weights_dtype": torch.float32}
-    return {**layers, **(logits if op == "grouped_forward_ste" else {"packed_masks": rows.packed_masks})}
+def mask_major(tensor: Tensor) -> Tensor:
+    """A copy of packed masks whose last dimension, the masks, is outermost in memory."""
+    return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
 
 
-def down_oracle(given: DownGiven) -> Tensor:
-    """The float64 result of `experts_down`."""
-    y, weight, ids, expert_weights, scale, name = given
-    result = torch.zeros(y.shape[0], weight.shape[1], dtype=torch.float64)
-    for t, k in ((ids >= 0) & (ids < len(weight))).nonzero().tolist():
-        expert = int(ids[t, k])
-        exact = FORMATS[name].dequantize(weight[expert], None if scale is None else scale[expert], torch.float64)
-        result[t] += expert_weights[t, k].double() * (exact @ y[t, k].double())
-    return result
+def between(tensor: Tensor, fill: float) -> Tensor:
+    """A contiguous copy with `BAND` elements of `fill` before and after it."""
+    storage = tensor.new_full((tensor.numel() + 2 * BAND,), fill)
+    return storage[BAND:-BAND].view(tensor.shape).copy_(tensor)
+
+
+def bands_of(tensor: Tensor) -> Tensor:
+    """The bands around a tensor that `between` returned."""
+    storage = tensor.as_strided((tensor.numel() + 2 * BAND,), (1,), tensor.storage_offset() - BAND)
+    return torch.cat((storage[:BAND], storage[-BAND:]))
+
+
+def _poison(tensor: Tensor) -> float:
+    if tensor.is_floating_point():
+        return float("nan")
+    return 1 if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max
+
+
+# --- Strategies -----------------------------------------------------------------------------------------------------
+
+n_masks = st.integers(1, 16)
+in_features = st.one_of(st.integers(1, 40), st.sampled_from([8, 16, 24, 64, 150]))
+out_features = st.one_of(st.integers(1, 12), st.integers(1, 140))
+leading = st.lists(st.integers(1, 4), min_size=0, max_size=3).map(tuple)
+layouts = st.sampled_from(LAYOUTS)
+seeds = st.integers(0, 2**16)
+
+
+def examples(count: int) -> settings:
+    """Hypothesis settings: `count` examples in a full run. Other profiles scale this number (conftest.py)."""
+    full_run = settings.get_profile("ci").max_examples
+    return settings(max_examples=max(1, count * settings.default.max_examples // full_run))
 
 
 @st.composite
-def expert_layers(draw: st.DrawFn, dtypes: tuple[torch.dtype, ...], weight_format: str | None = None) -> Experts:
-    """Draw experts of various sizes, memory layouts, formats and routings."""
-    name, dtype = weight_format or draw(st.sampled_from(list(FORMATS))), draw(st.sampled_from(dtypes))
-    choices = [one for one, formats in ACTIVATION_FORMATS.items() if name in formats]
-    choices = choices if dtype is not torch.float64 else ["dense"]
-    packed = FORMATS[name].packed
-    options: dict[str, Any] = {
-        "routing": draw(st.sampled_from(ROUTINGS)),
-        "activation": draw(st.sampled_from(ACTIVATION_NAMES)),
-        "dtype": dtype,
-        "index_dtype": draw(st.sampled_from([torch.int32, torch.int64])),
-        "weighted": draw(st.booleans()),
-        "weight_format": name,
-        "activation_format": draw(st.sampled_from(choices)),
-        "seed": draw(seeds),
-    }
-    layer = make_experts(
-        draw(st.integers(0, 40)),
-        draw(st.integers(1, 4)),
-        draw(st.integers(1, 9)),
-        packed * draw(st.integers(1, 150 // packed)),
-        draw(st.integers(1, 140)),
-        draw(st.integers(1, 16)),
-        **options,
+def layers(
+    draw: st.DrawFn,
+    routing: str | None = None,
+    *,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    activation: str | None = None,
+    weight_format: str = "dense",
+) -> Layer:
+    """Draw layers of various sizes, memory layouts, dtypes, activations and formats, and with any loads of experts.
+
+    Only dense layers without experts also have any density of masks, and equal rows.
+    """
+    is_plain = routing is None and weight_format == "dense"
+    packed, dtype = FORMATS[weight_format].packed, draw(st.sampled_from(dtypes))
+    formats = [name for name, weights in ACTIVATION_FORMATS.items() if weight_format in weights]
+    layer = make_layer(
+        draw(leading if routing is None else st.tuples(st.integers(0, 40))),
+        packed * -(-draw(in_features) // packed),
+        draw(out_features),
+        draw(n_masks),
+        routing=routing,
+        experts=draw(st.integers(1, 9)),
+        top_k=draw(st.integers(1, 4)),
+        loads=draw(st.sampled_from(LOADS)),
+        index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        activation=activation or draw(st.sampled_from(ACTIVATION_NAMES)),
+        dtype=dtype,
+        density=draw(st.sampled_from([0.5, 0.0, 0.1, 0.9, 1.0])) if is_plain else 0.5,
+        weighted=draw(st.booleans()),
+        weight_format=weight_format,
+        activation_format="dense" if dtype is torch.float64 else draw(st.sampled_from(formats)),
+        seed=draw(seeds),
     )
-    given = layer.given
-    moved = {name: laid_out(getattr(given, name), draw(_laid_out)) for name in ("x", "weight", "packed_masks")}
-    return Experts(given._replace(**moved), layer.masks, layer.exact_x, layer.exact_weight)
-
-
-_laid_out = layouts.filter(lambda layout: layout != "expanded")  # expanding changes values
+    choices = layouts if is_plain else st.sampled_from(LAYOUTS[:-1])  # expanding changes values
+    moved = {name: laid_out(getattr(layer, name), draw(choices)) for name in ("x", "weight", "packed_masks")}
+    if layer.mask_weights is not None and routing is None:
+        moved["mask_weights"] = laid_out(layer.mask_weights, draw(layouts))
+    if routing is None:
+        moved["masks"] = torch.ops.mglu.unpack_masks(moved["packed_masks"], layer.x.shape[-1])
+    return layer.with_(**moved)

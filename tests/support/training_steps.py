@@ -6,20 +6,19 @@ tests/gpu/test_training_backend.py runs them on a GPU, and tests/cuda/test_train
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
-from mglu_ops.backends.base import Prepared
 from mglu_ops.backends.cuda.kernels import training_steps as steps
 from mglu_ops.call import Call
 from mglu_ops.given import BackwardGiven, Given
 from tests.support.budgets import relative_error
-from tests.support.calls import pack
-from tests.support.layers import naive, rows_apart, unaligned
+from tests.support.layers import naive, pack, rows_apart, unaligned
 
 NAMES = ("x", "weight", "logits", "mask_weights")
 
@@ -186,8 +185,11 @@ def _check_weight_gradients(
 
 
 @dataclass
-class Layer:
-    """The arguments of a layer with learned masks, with x `[..., in_features]`, and the gradient of its result."""
+class TrainingLayer:
+    """The arguments of a layer with learned masks, and the gradient of its result.
+
+    x is `[..., in_features]`. With `offs`, the layer has experts, and the rows of x are sorted by expert.
+    """
 
     x: Tensor
     weight: Tensor
@@ -196,6 +198,7 @@ class Layer:
     mask_weights: Tensor | None
     grad_output: Tensor
     activation: str = "silu"
+    offs: Tensor | None = None
 
     @staticmethod
     def random(
@@ -206,31 +209,59 @@ class Layer:
         h: int,
         n_masks: int,
         *,
+        loads: Sequence[int] | None = None,
         density: float = 0.5,
         logits_dtype: torch.dtype | None = None,
         mask_weights_dtype: torch.dtype | None = None,
         activation: str = "silu",
-    ) -> Layer:
-        """A random layer. A fraction `density` of the mask bits is 1."""
+    ) -> TrainingLayer:
+        """A random layer. A fraction `density` of the mask bits is 1.
+
+        If there are loads, expert e has `loads[e]` rows. The rows after them have no expert, and are NaN.
+        """
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, device=device)
 
-        masks = torch.rand(n_masks, d, h, device=device) < density
-        logits = torch.where(masks, 0.01 + normal(n_masks, d, h).abs(), -0.01 - normal(n_masks, d, h).abs())
-        return Layer(
+        of_experts = () if loads is None else (len(loads),)
+        masks = torch.rand(*of_experts, n_masks, d, h, device=device) < density
+        size = 0.01 + normal(*of_experts, n_masks, d, h).abs()
+        offs = None
+        if loads is not None:
+            offs = torch.tensor(list(itertools.accumulate(loads)), dtype=torch.int32, device=device)
+        layer = TrainingLayer(
             normal(*tokens, h).to(dtype),
-            (normal(d, h) / max(h, 1) ** 0.5).to(dtype),
-            logits.to(logits_dtype or dtype),
+            (normal(*of_experts, d, h) / max(h, 1) ** 0.5).to(dtype),
+            torch.where(masks, size, -size).to(logits_dtype or dtype),
             pack(masks),
             None if mask_weights_dtype is None else torch.rand(*tokens, n_masks, device=device).to(mask_weights_dtype),
             normal(*tokens, d).to(dtype),
             activation,
+            offs,
         )
+        for tensor in (layer.x, layer.grad_output, layer.mask_weights):
+            if loads is not None and tensor is not None:
+                tensor[sum(loads) :] = float("nan")
+        return layer
+
+    @staticmethod
+    def of_experts(
+        device: str,
+        dtype: torch.dtype,
+        loads: Sequence[int],
+        d: int,
+        h: int,
+        n_masks: int,
+        *,
+        unowned: int = 0,
+        **options: Any,
+    ) -> TrainingLayer:
+        """A random layer with `loads[e]` rows for expert e, followed by `unowned` rows without an expert."""
+        return TrainingLayer.random(device, dtype, (sum(loads) + unowned,), d, h, n_masks, loads=loads, **options)
 
     @property
     def given(self) -> Given:
-        return Given(self.x, self.weight, self.packed_masks, self.activation, self.mask_weights)
+        return Given(self.x, self.weight, self.packed_masks, self.activation, self.mask_weights, offs=self.offs)
 
     @property
     def call(self) -> Call:
@@ -240,21 +271,51 @@ class Layer:
         """The arguments of a backward pass. `needs` has a flag for each gradient of `NAMES`."""
         logits_dtype = self.logits.dtype if needs[2] else None
         mask_weights_dtype = self.mask_weights.dtype if needs[3] and self.mask_weights is not None else None
-        return BackwardGiven(self.grad_output, *self.given[:3], partials, needs[:2], logits_dtype, mask_weights_dtype)
+        dtypes = logits_dtype, mask_weights_dtype
+        return BackwardGiven(self.grad_output, *self.given[:3], partials, needs[:2], *dtypes, self.offs)
 
     def in_plain_torch(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The result `y` and all gradients of the naive layer, computed in `dtype`."""
+        """The result `y` and all gradients of the naive layer, or of a loop over naive experts, computed in `dtype`."""
         masks = (self.logits > 0).to(dtype)
         operands = {"x": self.x, "weight": self.weight, "logits": masks, "mask_weights": self.mask_weights}
         leaves = {k: t.detach().to(dtype).requires_grad_() for k, t in operands.items() if t is not None}
-        x, weight, masks, *mask_weights = leaves.values()
-        y = naive(x, weight, masks, self.activation, *mask_weights)
-        grads = torch.autograd.grad(y, tuple(leaves.values()), self.grad_output.to(dtype))
-        return {"y": y.detach(), **dict(zip(leaves, grads, strict=True))}
+        x, weight, masks, *weights = leaves.values()
+        grad_output, wanted = self.grad_output.to(dtype), tuple(leaves.values())
+        if self.offs is None:
+            y = naive(x, weight, masks, self.activation, *weights)
+            return {"y": y.detach(), **dict(zip(leaves, torch.autograd.grad(y, wanted, grad_output), strict=True))}
+        y = torch.zeros_like(grad_output)
+        grads = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+        for expert, (start, end) in enumerate(itertools.pairwise([0, *self.offs.tolist()])):
+            if start == end:
+                continue
+            rows = slice(start, end)
+            part = naive(x[rows], weight[expert], masks[expert], self.activation, *(one[rows] for one in weights))
+            y[rows] = part.detach()
+            for total, grad in zip(grads.values(), torch.autograd.grad(part, wanted, grad_output[rows]), strict=True):
+                total += grad
+        return {"y": y, **grads}
+
+
+def by_operator(given: Given) -> tuple[Tensor, Tensor]:
+    """The results of `forward_train`, or of `grouped_forward_train` for a layer of experts."""
+    if given.offs is None:
+        return torch.ops.mglu.forward_train(*given[:5])
+    return torch.ops.mglu.grouped_forward_train(*given[:3], given.offs, *given[3:5])
+
+
+def gradients_by_operator(given: BackwardGiven) -> tuple[Tensor, ...]:
+    """The results of `backward`, or of `grouped_backward` for a layer of experts."""
+    if given.offs is None:
+        return torch.ops.mglu.backward(*given[:8])
+    return torch.ops.mglu.grouped_backward(*given[:4], given.offs, *given[4:8])
 
 
 def take_step(
-    layer: Layer, forward: Prepared, backward: Prepared, needs: Sequence[bool] = (True,) * 4
+    layer: TrainingLayer,
+    forward: Callable[..., Any] = by_operator,
+    backward: Callable[..., Any] = gradients_by_operator,
+    needs: Sequence[bool] = (True,) * 4,
 ) -> dict[str, Tensor]:
     """The result `y` and the needed gradients. Other gradients must be empty, and no two tensors may share memory."""
     y, partials = forward(layer.given)
@@ -267,7 +328,7 @@ def take_step(
     return {"y": y, **dict(itertools.compress(zip(NAMES, grads, strict=True), needed))}
 
 
-def assert_as_good_as_naive(found: dict[str, Tensor], layer: Layer, factor: float) -> None:
+def assert_as_good_as_naive(found: dict[str, Tensor], layer: TrainingLayer, factor: float) -> None:
     """Assert that each error against float64 is at most `factor` times the naive layer's error in x's dtype.
 
     The naive layer's gradients are first rounded to the dtypes of the checked gradients.
@@ -277,3 +338,16 @@ def assert_as_good_as_naive(found: dict[str, Tensor], layer: Layer, factor: floa
         allowed = factor * relative_error(naive[name].to(tensor.dtype), exact[name])
         error = relative_error(tensor, exact[name])
         assert error <= allowed, f"{name}: relative error {error:.3g}, allowed {allowed:.3g}"
+        assert_zero_without_an_expert(name, tensor, layer)
+
+
+def assert_zero_without_an_expert(name: str, tensor: Tensor, layer: TrainingLayer) -> None:
+    """Assert that rows without an expert, and gradients of experts without rows, are zeros."""
+    if layer.offs is None:
+        return
+    ends = [0, *layer.offs.tolist()]
+    if name in ("weight", "logits"):
+        for expert, (start, end) in enumerate(itertools.pairwise(ends)):
+            assert start < end or not tensor[expert].count_nonzero(), f"{name} of expert {expert}"
+    else:
+        assert not tensor[ends[-1] :].count_nonzero(), f"{name} of rows without an expert"

@@ -17,11 +17,9 @@ from mglu_ops.backends import reference
 from mglu_ops.backends.triton import experts
 from mglu_ops.backends.triton.grouped import grouped_products, products_over_rows
 from mglu_ops.formats import FORMATS
-from mglu_ops.given import BackwardGiven, Given
 from mglu_ops.masks import pack
 from tests.support.budgets import assert_matches
 from tests.support.calls import run_on, unsupported
-from tests.support.expert_steps import ExpertLayer, assert_as_good_as_naive
 from tests.support.hard_values import (
     assert_loses_no_more_than_naive,
     assert_right_or_not_finite,
@@ -38,6 +36,7 @@ from tests.support.layers import (
     transposed,
     unaligned,
 )
+from tests.support.training_steps import TrainingLayer, assert_as_good_as_naive, take_step
 
 Layout = Callable[[Tensor], Tensor]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -168,7 +167,7 @@ def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
 def test_products_of_experts(loads: list[int], d: int, h: int, dtype: torch.dtype) -> None:
     """Covers all products of a training step. Rows without an expert are NaN, and their results must not be written."""
     torch.manual_seed(0)
-    layer = ExpertLayer.random("cpu", dtype, loads, d, h, 1, unowned=7)
+    layer = TrainingLayer.of_experts("cpu", dtype, loads, d, h, 1, unowned=7)
     x, grad, weight, offs = layer.x, layer.grad_output, layer.weight, layer.offs
     spaced_grad = torch.cat((grad, grad.new_full((len(grad), 8), float("nan"))), 1)[:, :d]
     forward, back = (torch.full_like(tensor, 3, dtype=torch.float32) for tensor in (grad, x))
@@ -194,19 +193,13 @@ def test_products_of_experts(loads: list[int], d: int, h: int, dtype: torch.dtyp
 def test_a_training_step_of_experts(n_masks: int, density: float, dtype: torch.dtype) -> None:
     """`triton.experts` computes every product of a step with `grouped_products` or `products_over_rows`."""
     torch.manual_seed(0)
-    layer = ExpertLayer.random(
+    layer = TrainingLayer.of_experts(
         "cpu", dtype, [33, 0, 20], 50, 77, n_masks, unowned=5, density=density, mask_weights_dtype=torch.float32
     )
 
-    def step(needs: tuple[bool, ...] = (True,) * 4) -> dict[str, Tensor]:
-        return layer.step(
-            lambda *operands: experts.forward_train(Given.of_offs(*operands)),
-            lambda *arguments: experts.backward(BackwardGiven.of_offs(*arguments)),
-            needs,
-        )
-
-    found = step()
+    found = take_step(layer, experts.forward_train, experts.backward)
     assert_as_good_as_naive(found, layer, 2.5)
     for needed in range(4):
-        for name, tensor in step(tuple(i == needed for i in range(4))).items():
+        needs = tuple(i == needed for i in range(4))
+        for name, tensor in take_step(layer, experts.forward_train, experts.backward, needs).items():
             torch.testing.assert_close(tensor, found[name])
