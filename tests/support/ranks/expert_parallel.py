@@ -14,15 +14,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import mglu_ops
-from mglu_ops.nn import MGLUExpertsFeedForward
-from mglu_ops.parallel import ParallelExperts, shard_placement_fn
+from mglu_ops.nn import MaskStatistics, MGLUExpertsFeedForward
+from mglu_ops.parallel import ParallelExperts
+from tests.support.ranks.sharded_training import load_model, shard_fully
 from tests.support.ranks.tensor_parallel import (
     STEPS,
     WIDTH,
@@ -250,19 +250,21 @@ def assert_same_step(setting: ExpertSetting, model: nn.Module, parts: DeviceMesh
         setting.assert_same(whole(found.detach()) - before, after.detach() - before, f"{what}: {name}", factor=3)
 
 
-def shard_fully(model: nn.Sequential, mesh: DeviceMesh) -> nn.Sequential:
-    placement = shard_placement_fn(model)
-    for layer in model:
-        fully_shard(layer, mesh=mesh, shard_placement_fn=placement)
-    return fully_shard(model, mesh=mesh, shard_placement_fn=placement)
-
-
 def check_fully_sharded(setting: ExpertSetting) -> None:
-    """FSDP2 trains layers of experts as one process does. With four or more ranks, it also trains divided layers."""
+    """FSDP2 trains layers of experts as one process does, and each rank holds whole experts.
+
+    With four or more ranks, it also trains divided layers.
+    """
     expected, sharded = setting.model(), shard_fully(setting.model(), setting.mesh)
+    layer, statistics = sharded[0].experts, [MaskStatistics(model) for model in (expected, sharded)]
+    for tensor in (layer.weight, layer.mask_logits):
+        assert tensor.to_local().shape == (8 // setting.mesh.size(), *tensor.shape[1:])
     train(setting, expected, optimizer_of(expected), range(STEPS))
     train(setting, sharded, optimizer_of(sharded), range(STEPS), setting.mesh)
     assert_same_parameters(sharded, expected, "fully_shard")
+    want, found = (each.update() for each in statistics)
+    assert found == want
+    assert found["0.experts/flips/0"] > 0
     if setting.mesh.size() < 4:
         return
     mesh = init_device_mesh(setting.device, (2, setting.mesh.size() // 2), mesh_dim_names=("data", "expert"))
@@ -308,26 +310,19 @@ def load(rank: int, device: str, dtype: torch.dtype, folder: str) -> None:
     """Load each checkpoint into a model that is divided in the other way, and compare the bits."""
     setting = ExpertSetting.of(device, dtype)
     for way, other in zip(WAYS, reversed(WAYS), strict=True):
-        _load(setting.divided(other, setting.model()), folder, way)
+        load_model(reset(setting.divided(other, setting.model())), folder, way)
 
 
 def load_whole(device: str, dtype: torch.dtype, folder: str, to: str) -> None:
     """Load each checkpoint in one process without a process group, and save it again."""
     for way in WAYS:
         model = ExpertSetting(None, device, dtype).model()
-        _load(model, folder, way)
+        load_model(reset(model), folder, way)
         dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=f"{to}/{way}")
         shutil.copy(f"{folder}/{way}.pt", to)
 
 
-def _load(model: nn.Sequential, folder: str, way: str) -> None:
+def reset(model: nn.Sequential) -> nn.Sequential:
     for layer in model:
         layer.reset_parameters()
-    stored = {"model": get_model_state_dict(model)}
-    dcp.load(stored, checkpoint_id=f"{folder}/{way}")
-    set_model_state_dict(model, stored["model"])
-    want = torch.load(f"{folder}/{way}.pt")
-    found = model.state_dict()
-    assert found.keys() == want.keys()
-    for name, tensor in found.items():
-        assert torch.equal(whole(tensor).cpu(), want[name]), f"{way}: {name}"
+    return model

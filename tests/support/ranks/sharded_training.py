@@ -180,11 +180,7 @@ def load_in_another_way(rank: int, device: str, folder: str) -> None:
     """Load an FSDP checkpoint into tensor-parallel layers and freeze them. The masks must match the saved logits."""
     setting = Setting.of(device, torch.float64)
     model, _ = run_of(setting, "tensor parallel", seed=1)
-    stored = {"model": get_model_state_dict(model)}
-    dcp.load(stored, checkpoint_id=f"{folder}/fully_shard")
-    set_model_state_dict(model, stored["model"])
-    want = torch.load(f"{folder}/fully_shard.pt")
-    assert_same_bits(model, want, "fully_shard to tensor parallel")
+    want = load_model(model, folder, "fully_shard")
     for i, layer in enumerate(mglu_ops.freeze(model)):
         packed = torch.ops.mglu.pack_logits(want[f"{i}.mglu.mask_logits"])
         assert torch.equal(layer.mglu.packed_masks.full_tensor().cpu(), packed)
@@ -193,11 +189,17 @@ def load_in_another_way(rank: int, device: str, folder: str) -> None:
 def load_whole(folder: str) -> None:
     """Load each checkpoint in one process without a process group, and compare the bits."""
     for way in WAYS:
-        model = model_of(Setting(None, "cpu", torch.float64), way, seed=1)
-        stored = {"model": get_model_state_dict(model)}
-        dcp.load(stored, checkpoint_id=f"{folder}/{way}")
-        set_model_state_dict(model, stored["model"])
-        assert_same_bits(model, torch.load(f"{folder}/{way}.pt"), way)
+        load_model(model_of(Setting(None, "cpu", torch.float64), way, seed=1), folder, way)
+
+
+def load_model(model: nn.Module, folder: str, way: str) -> dict[str, Tensor]:
+    """Load a checkpoint into a model that may be divided in another way, and compare the bits. Returns what was saved."""
+    stored = {"model": get_model_state_dict(model)}
+    dcp.load(stored, checkpoint_id=f"{folder}/{way}")
+    set_model_state_dict(model, stored["model"])
+    want = torch.load(f"{folder}/{way}.pt")
+    assert_same_bits(model, want, way)
+    return want
 
 
 def assert_same_bits(model: nn.Module, want: dict[str, Tensor], what: str) -> None:
