@@ -193,7 +193,7 @@ def load_whole(folder: str) -> None:
 
 
 def load_model(model: nn.Module, folder: str, way: str) -> dict[str, Tensor]:
-    """Load a checkpoint into a model that may be divided in another way, compare the bits, and return the saved state."""
+    """Load a checkpoint into a model that may be divided in another way, and compare the bits with the saved ones."""
     stored = {"model": get_model_state_dict(model)}
     dcp.load(stored, checkpoint_id=f"{folder}/{way}")
     set_model_state_dict(model, stored["model"])
