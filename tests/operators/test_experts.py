@@ -24,33 +24,24 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import DTYPES, examples, laid_out
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import composite
+from mglu_ops.backends.experts_down import backward
 from mglu_ops.backends.triton import experts as grouped_products
-from mglu_ops.call import Call
-from mglu_ops.formats import FORMATS, round_activation
+from mglu_ops.formats import FORMATS
 from mglu_ops.given import DownGiven, Given
 
 mglu = torch.ops.mglu
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def in_blocks(given: Given) -> Tensor:
-    """The composite backend as it runs on devices other than a CPU: in blocks of rows."""
-    if given.activation_format != "dense":
-        given = given._replace(x=round_activation(given.x), activation_format="dense")
-    return composite._experts(Call.of(given), given.in_rows())
-
-
 RUNS = {
     "op": None,
     "cpu": partial(dispatch.forward, backend="cpu"),
     "composite": partial(dispatch.forward, backend="composite"),
-    "blocks": in_blocks,
 }
 
 
@@ -75,21 +66,17 @@ def test_results_match_a_loop_over_experts(weight_format: str, how: str, data: s
     assert relative_error(found, expected) <= BUDGET[result.dtype]
 
 
-@pytest.mark.parametrize("how", ["op", "blocks"])
 @given(data=st.data())
 @examples(60)
-def test_sorted_rows_give_the_same_bits(how: str, data: st.DataObject) -> None:
+def test_sorted_rows_give_the_same_bits(data: st.DataObject) -> None:
     """`grouped_forward` gives the bits of `experts_forward`. Rows past the last expert are zeros; their x is not read.
 
     float64 is compared with a tolerance, because the last bits of BLAS depend on the memory layout.
     """
     layer = data.draw(expert_layers(DTYPES))
     given, pairs = sorted_rows(layer)
-    if how == "blocks":
-        result, by_ids = in_blocks(given), in_blocks(layer.given)
-    else:
-        x, weight, packed_masks, *rest, _, offs = given
-        result, by_ids = mglu.grouped_forward(x, weight, packed_masks, offs, *rest), layer.forward()
+    x, weight, packed_masks, *rest, _, offs = given
+    result, by_ids = mglu.grouped_forward(x, weight, packed_masks, offs, *rest), layer.forward()
     if result.dtype is torch.float64:
         torch.testing.assert_close(result, by_ids.flatten(0, 1)[pairs], rtol=1e-12, atol=1e-12)
     else:
@@ -106,7 +93,7 @@ def test_experts_down_matches_a_loop(weight_format: str, data: st.DataObject) ->
         assume(layer.masks.shape[2] % FORMATS[weight_format].packed == 0)
         down = make_down(layer, weight_format)
     expected = down_oracle(down)
-    for result in (mglu.experts_down(*down), composite._down(down.in_rows())):
+    for result in (mglu.experts_down(*down), dispatch.down(None, down, backend="composite")):
         assert result.dtype is down.y.dtype
         assert result.is_contiguous()
         assert relative_error(result, expected) <= BUDGET[result.dtype]
@@ -132,7 +119,8 @@ def test_experts_down_has_the_range_of_float32(weight_format: str, dtype: torch.
 def test_experts_down_adds_in_float32_in_the_order_of_the_experts() -> None:
     """The result shows the order: in float32, 2^24 + 1 - 2^24 is 0, and 2^24 - 2^24 + 1 is 1."""
     weight = torch.tensor([2.0**24, 1.0, -(2.0**24)]).view(3, 1, 1)
-    for down in (mglu.experts_down, lambda *given: composite._down(DownGiven(*given))):
+    composite = partial(dispatch.down, None, backend="composite")
+    for down in (mglu.experts_down, lambda *given: composite(DownGiven(*given))):
         for ids, expected in (([0, 1, 2], 0.0), ([0, 2, 1], 1.0)):
             result = down(torch.ones(1, 3, 1), weight, torch.tensor([ids]), torch.ones(1, 3))
             assert result.item() == expected
@@ -142,22 +130,8 @@ def test_experts_down_adds_in_float32_in_the_order_of_the_experts() -> None:
 def test_offs_of_any_value_stay_in_bounds(values: list[int]) -> None:
     given, _ = sorted_rows(make_experts(tokens=4))
     wrong = given._replace(offs=torch.tensor(values, dtype=torch.int32))
-    for result in (in_blocks(wrong), dispatch.forward(wrong)):
+    for result in (dispatch.forward(wrong, backend="composite"), dispatch.forward(wrong)):
         assert result.isfinite().all()
-
-
-def test_the_composite_of_other_devices_reads_no_value_on_the_host() -> None:
-    """Fake tensors have no values, so reading one raises an error."""
-    layer, down = make_experts(weighted=True), make_down(make_experts())
-    both = [(Call.of(given), given.in_rows()) for given in (layer.given, sorted_rows(layer)[0])]
-    with FakeTensorMode() as mode:
-
-        def fake(args: tuple[object, ...]) -> list[Any]:
-            return [mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args]
-
-        for call, given in both:
-            assert composite._experts(call, Given(*fake(given))).shape == call.result_shape
-        assert composite._down(DownGiven(*fake(down))).shape == (6, 24)
 
 
 def test_a_prepared_call_takes_other_loads() -> None:
@@ -237,7 +211,8 @@ def test_gradients_of_experts_down(routing: str) -> None:
     "needs", [[True, True, True], [True, False, False], [False, True, False], [False, False, True]]
 )
 @pytest.mark.parametrize(
-    ("how", "dtype"), [(composite._down_backward, torch.float64), (grouped_products.down_backward, torch.bfloat16)]
+    ("how", "dtype"),
+    [(partial(backward, composite._grouped_product), torch.float64), (grouped_products.down_backward, torch.bfloat16)],
 )
 def test_gradients_of_experts_down_on_other_devices(
     how: Callable[..., Any], dtype: torch.dtype, needs: list[bool]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from backend_calls import run_on, unsupported
 from budgets import assert_matches
+from expert_layers import ROUTINGS, down_oracle, make_down, make_experts, sorted_rows
 from expert_training import ExpertLayer, assert_as_good_as_naive
 from hypothesis import given
 from memory_layouts import mask_major, rows_apart, spaced, transposed, unaligned
@@ -21,9 +22,10 @@ from strategies import Layer, examples
 from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
-from mglu_ops.backends import reference
+from mglu_ops.backends import BACKENDS, reference
 from mglu_ops.backends.triton import experts
 from mglu_ops.backends.triton.grouped import grouped_products, products_over_rows
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
 from mglu_ops.given import BackwardGiven, Given
 from mglu_ops.masks import pack
@@ -146,6 +148,37 @@ def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
     packed = pack(torch.full((2, 3, 72), fill))
     x, weight = torch.randn(1, 72).half(), torch.randn(3, 72).half()
     assert torch.equal(run_on("triton", x, weight, packed, "identity", None), torch.zeros(1, 3).half())
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize(
+    ("dtype", "n_masks", "weight_format"),
+    [(torch.bfloat16, 1, "dense"), (torch.float16, 3, "fp8_row"), (torch.float32, 2, "dense"),
+     (torch.bfloat16, 4, "int4_group"), (torch.float32, 5, "int8_row")],
+)  # fmt: skip
+def test_experts(dtype: torch.dtype, n_masks: int, weight_format: str, routing: str) -> None:
+    """The operators of inference, with ids and with sorted rows, and the down projection."""
+    for tokens in (1, 30):
+        layer = make_experts(
+            tokens,
+            2,
+            5,
+            40,
+            64,
+            n_masks,
+            routing=routing,
+            dtype=dtype,
+            weighted=tokens > 1,
+            weight_format=weight_format,
+        )
+        (rows, pairs), down = sorted_rows(layer), make_down(layer, weight_format)
+        result = BACKENDS["triton"].prepare("forward", Call.of(layer.given))(layer.given.in_rows())
+        assert_matches(result, layer.oracle())
+        assert not result[~layer.has_expert].count_nonzero()
+        grouped = BACKENDS["triton"].prepare("forward", Call.of(rows))(rows.in_rows())
+        assert torch.equal(grouped, result.flatten(0, 1)[pairs])
+        second = BACKENDS["triton"].prepare("down", Call.of_down(down))(down.in_rows())
+        assert_matches(second, down_oracle(down))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
