@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.checks import FLOATING
-from mglu_ops.dispatch import untrainable_reason
+from mglu_ops.dispatch import waiting_reason
 from mglu_ops.masks import MAX_MASKS
 
 from . import formulas, shapes
@@ -194,9 +194,9 @@ def _check_experts(site: Site) -> None:
     of_ranks = [node for node in (first.x, first.weight) if shapes.is_distributed(node)]
     if of_ranks:
         raise Refusal(f"`{of_ranks[0]}` is a DTensor, and the operators of experts take plain tensors here")
-    why = untrainable_reason(x.device, first.dtype)
-    if requires_grad(site.root) and why is not None:
-        raise Refusal(f"the operator does not train experts of {first.dtype} on {x.device}: {why}")
+    why = waiting_reason("train" if requires_grad(site.root) else "forward", x.device, first.dtype)
+    if why is not None:
+        raise Refusal(f"the operator of experts of {first.dtype} on {x.device} would be slow: {why}")
 
 
 def _difference(recogniser: Recogniser, a: Node, b: Node) -> str:

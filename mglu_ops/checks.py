@@ -62,11 +62,11 @@ def _check_layer(given: Given) -> None:
 
 def check_ste(given: SteGiven) -> None:
     """Check the arguments of `mglu::forward_ste` or `mglu::grouped_forward_ste`."""
-    x, weight, mask_logits, activation, mask_weights, offs = given
-    if offs is not None:
-        _check_rows_and_experts(x, offs, weight=weight, mask_logits=mask_logits)
+    x, weight, mask_logits, activation, mask_weights, *_ = given
+    if given.offs is not None:
+        _check_rows_and_experts(x, given.offs, weight=weight, mask_logits=mask_logits)
         with _of_each_expert():
-            check_ste(SteGiven(x, weight[0], mask_logits[0], activation, mask_weights))
+            check_ste(given._replace(weight=weight[0], mask_logits=mask_logits[0], offs=None))
         return
     check_inputs(x, weight)
     get_activation(activation)

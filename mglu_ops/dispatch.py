@@ -164,7 +164,7 @@ def _chosen(backend: Backend, how: Description, call: Call, declined: Sequence[R
     losses, text = [reason for reason in declined if reason.is_loss], how.text
     is_fallback = bool(losses or how.slow_reason) and call.out_features * call.in_features >= NOTICEABLE_WEIGHTS
     if how.slow_reason is not None:
-        text = how.slow_reason
+        text = ": ".join((how.slow_reason, *(["; ".join(map(str, declined))] if declined else [])))
     elif declined:
         text += f", slower here than other kernels of this package: {losses[0]}" if losses else f": {declined[0]}"
     return Choice(
@@ -394,11 +394,8 @@ def down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool]) 
     return BACKENDS[choice.backend].prepare("down_backward", call)(grad_output, given, needs)
 
 
-def untrainable_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the reason why experts in this dtype cannot be trained on this device; None if they can."""
+def waiting_reason(task: Task, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Return the reason why the host waits for a device to run a task of experts in this dtype; None if it does not."""
     call = Call.contiguous(device, dtype, 1, 1, 16, 16).over_experts(1, 1, None)
-    try:
-        choose("train", replace(call, batch_invariant=False))
-    except NotImplementedError as error:
-        return str(error)
-    return None
+    choice = choose(task, replace(call, batch_invariant=False))
+    return choice.reason if choice.backend == "composite" and device.type != "cpu" else None

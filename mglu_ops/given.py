@@ -6,9 +6,10 @@ with experts.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import torch
 from torch import Tensor
@@ -251,6 +252,24 @@ class BackwardGiven(NamedTuple):
             x.new_empty(logits if self.logits_dtype else (0,), dtype=self.logits_dtype or x.dtype),
             x.new_empty(mask_weights if self.mask_weights_dtype else (0,), dtype=self.mask_weights_dtype or x.dtype),
         )
+
+
+def _option_names(arguments: Any) -> tuple[str, ...]:
+    """The names of the arguments with defaults, in the order of the schemas, in which ids and offs have no default."""
+    return tuple(name for name in arguments._field_defaults if name not in ("expert_ids", "offs"))
+
+
+def options_of(given: Given | SteGiven) -> tuple[Any, ...]:
+    """Return the values of the arguments that have defaults, in the order of the schemas, without ids and offs."""
+    return tuple(getattr(given, name) for name in _option_names(type(given)))
+
+
+def schema_of_options(arguments: type[Given | SteGiven | DownGiven]) -> str:
+    """Return the part of a schema that declares the arguments with defaults, in torch's notation."""
+    types, hints = {Tensor | None: "Tensor?", str: "str", float: "float"}, get_type_hints(arguments)
+    defaults = {name: arguments._field_defaults[name] for name in _option_names(arguments)}
+    texts = {name: "None" if value is None else json.dumps(value) for name, value in defaults.items()}
+    return ", ".join(f"{types[hints[name]]} {name}={text}" for name, text in texts.items())
 
 
 OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {

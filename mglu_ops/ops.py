@@ -96,7 +96,7 @@ from torch.autograd import forward_ad
 from . import checks, dispatch
 from .call import arguments_key
 from .formats import FORMATS
-from .given import OPERATORS, BackwardGiven, DownGiven, Given, SteGiven
+from .given import OPERATORS, BackwardGiven, DownGiven, Given, SteGiven, options_of, schema_of_options
 from .masks import binary_masks, check_layout, check_masks, packed_shape, unpack, unpacked_shape
 from .registering import (
     PLAIN_KEYSETS,
@@ -119,8 +119,7 @@ from .registering import (
 from .routing import inverse_of, sort_pairs
 from .tensors import check_dense, check_memory
 
-_LAYER = 'str activation="silu", Tensor? mask_weights=None'
-_STORED = 'Tensor? weight_scale=None, str weight_format="dense", str activation_format="dense"'
+_LAYER, _STORED_LAYER = schema_of_options(SteGiven), schema_of_options(Given)
 _TENSORS = "Tensor x, Tensor weight, Tensor"
 _DOWN = "Tensor expert_ids, Tensor expert_weights"
 _NEEDS = "Tensor partials, bool[2] needs, ScalarType? logits_dtype, ScalarType? mask_weights_dtype"
@@ -130,16 +129,16 @@ SCHEMAS = (
     "pack_logits(Tensor mask_logits) -> Tensor",
     "pack_expert_logits(Tensor mask_logits) -> Tensor",
     "unpack_masks(Tensor packed_masks, SymInt in_features) -> Tensor",
-    f"forward({_TENSORS} packed_masks, {_LAYER}, {_STORED}) -> Tensor",
+    f"forward({_TENSORS} packed_masks, {_STORED_LAYER}) -> Tensor",
     f"forward_ste({_TENSORS} mask_logits, {_LAYER}) -> (Tensor, Tensor)",
     f"forward_train({_TENSORS} packed_masks, {_LAYER}) -> (Tensor, Tensor)",
     f"backward(Tensor grad_output, {_TENSORS} packed_masks, {_NEEDS}) -> {_GRADIENTS}",
-    f"grouped_forward({_TENSORS} packed_masks, Tensor offs, {_LAYER}, {_STORED}) -> Tensor",
+    f"grouped_forward({_TENSORS} packed_masks, Tensor offs, {_STORED_LAYER}) -> Tensor",
     f"grouped_forward_ste({_TENSORS} mask_logits, Tensor offs, {_LAYER}) -> (Tensor, Tensor)",
     f"grouped_forward_train({_TENSORS} packed_masks, Tensor offs, {_LAYER}) -> (Tensor, Tensor)",
     f"grouped_backward(Tensor grad_output, {_TENSORS} packed_masks, Tensor offs, {_NEEDS}) -> {_GRADIENTS}",
-    f"experts_forward({_TENSORS} packed_masks, Tensor expert_ids, {_LAYER}, {_STORED}) -> Tensor",
-    f'experts_down(Tensor y, Tensor weight, {_DOWN}, Tensor? weight_scale=None, str weight_format="dense") -> Tensor',
+    f"experts_forward({_TENSORS} packed_masks, Tensor expert_ids, {_STORED_LAYER}) -> Tensor",
+    f"experts_down(Tensor y, Tensor weight, {_DOWN}, {schema_of_options(DownGiven)}) -> Tensor",
     f"experts_down_backward(Tensor grad_output, Tensor y, Tensor weight, {_DOWN}, bool[3] needs) "
     "-> (Tensor, Tensor, Tensor)",
 )
@@ -267,8 +266,7 @@ def _register_ste(op: Any, given_of: Callable[..., SteGiven]) -> None:
         if needs_gradient(*args):
             given = given_of(*args)
             check_dense("mask_logits", given.mask_logits)  # if they are None, `_Layer` expects packed masks
-            x, weight, mask_logits, activation, mask_weights, offs = given
-            return apply_function(_Layer, x, weight, mask_logits, None, offs, activation, mask_weights)[:2]
+            return apply_function(_Layer, None, None, "dense", *given)[:2]
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 
@@ -399,29 +397,25 @@ for _op in (pack_masks, pack_logits, pack_expert_logits, unpack_masks):
 
 
 class _Layer(torch.autograd.Function):
-    """A layer and its derivative; with `offs`, the layers of experts. `mask_logits` or `packed_masks` is None."""
+    """A layer and its derivative; with `offs`, the layers of experts.
+
+    It takes the fields of `SteGiven` last, whose mask logits are None if there are packed masks.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        mask_logits: Tensor | None,
-        packed_masks: Tensor | None,
-        offs: Tensor | None,
-        activation: str,
-        mask_weights: Tensor | None,
-        weight_scale: Tensor | None = None,
-        weight_format: str = "dense",
+        ctx: Any, packed_masks: Tensor | None, weight_scale: Tensor | None, weight_format: str, *layer: Any
     ) -> tuple[Tensor, Tensor | None, Tensor]:
+        given = SteGiven(*layer)
+        (x, weight, mask_logits, *_), mask_weights, offs = given, given.mask_weights, given.offs
         in_dtype = decoded(x, weight, weight_scale, weight_format)
         train, pack = (forward_train, pack_logits) if offs is None else (grouped_forward_train, pack_expert_logits)
         with torch._C._AutoDispatchBelowAutograd(), no_view_tracking(), outer_gradients():
             if mask_logits is not None:
-                checks.check_ste(SteGiven(x, weight, mask_logits, activation, mask_weights, offs))
+                checks.check_ste(given)
                 packed_masks = pack(mask_logits)
             routing = () if offs is None else (offs,)
-            result, partials = train(x, in_dtype, packed_masks, *routing, activation, mask_weights)
+            result, partials = train(x, in_dtype, packed_masks, *routing, *options_of(given))
         ctx.save_for_backward(x, weight, packed_masks, offs, partials, weight_scale)
         ctx.weight_format = weight_format
         ctx.logits_dtype = None if mask_logits is None else mask_logits.dtype
@@ -432,9 +426,10 @@ class _Layer(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+        _, _, _, *needed = ctx.needs_input_grad
         if grad_output is None:
-            return (None,) * 9
-        needs_x, needs_weight, needs_logits, _, _, _, needs_mask_weights, *_ = ctx.needs_input_grad
+            return (None,) * (3 + len(needed))
+        needs = SteGiven(*needed)
         x, weight, packed_masks, offs, partials, weight_scale = ctx.saved_tensors
         grads = (backward if offs is None else grouped_backward)(
             grad_output,
@@ -443,15 +438,12 @@ class _Layer(torch.autograd.Function):
             packed_masks,
             *(() if offs is None else (offs,)),
             partials,
-            (needs_x, needs_weight),
-            ctx.logits_dtype if needs_logits else None,
-            ctx.mask_weights_dtype if needs_mask_weights else None,
+            (needs.x, needs.weight),
+            ctx.logits_dtype if needs.mask_logits else None,
+            ctx.mask_weights_dtype if needs.mask_weights else None,
         )
-        needed = (needs_x, needs_weight, needs_logits, needs_mask_weights)
-        grad_x, grad_weight, grad_logits, grad_mask_weights = (
-            grad if is_needed else None for grad, is_needed in zip(grads, needed, strict=True)
-        )
-        return grad_x, grad_weight, grad_logits, None, None, None, grad_mask_weights, None, None
+        found = dict(zip(("x", "weight", "mask_logits", "mask_weights"), grads, strict=True))
+        return None, None, None, *(found[name] if need else None for name, need in needs._asdict().items())
 
 
 class _Down(torch.autograd.Function):
@@ -487,13 +479,15 @@ def _differentiable(given: Given) -> tuple[Tensor, Tensor, Tensor]:
 
     With ids there are no partials, and x is returned in their place.
     """
-    x, weight, packed_masks, activation, mask_weights, scale, weight_format, activation_format, ids, offs = given
-    if ids is not None or activation_format != "dense" or weight_format != "dense" or scale is not None:
+    weight_format, activation_format, scale = given.weight_format, given.activation_format, given.weight_scale
+    is_routed = given.expert_ids is not None
+    if is_routed or activation_format != "dense" or weight_format != "dense" or scale is not None:
         checks.check_forward(given)
         _refuse_gradients(given.tensors(), weight_format, activation_format)
-    if ids is not None:
-        return _sorted_by_expert(given), packed_masks, x
-    return apply_function(_Layer, x, weight, None, packed_masks, offs, activation, mask_weights, scale, weight_format)
+    if is_routed:
+        return _sorted_by_expert(given), given.packed_masks, given.x
+    layer = (getattr(given, name, None) for name in SteGiven._fields)  # Given has no mask logits
+    return apply_function(_Layer, given.packed_masks, scale, weight_format, *layer)
 
 
 def _sorted_by_expert(given: Given) -> Tensor:
@@ -512,14 +506,14 @@ def _sorted_by_expert(given: Given) -> Tensor:
 
 def _by_sorted_rows(given: Given) -> Tensor:
     """Sort the rows by expert, call `grouped_forward`, and undo the sort."""
-    x, weight, packed_masks, activation, mask_weights, *stored = given[:8]
+    x, weight, packed_masks = given[:3]
     expert_ids = given.expert_ids
     assert expert_ids is not None
     pairs, offs = sort_pairs(expert_ids, weight.shape[0])
-    if mask_weights is not None:
-        mask_weights = mask_weights.flatten(0, 1)[pairs]
+    if given.mask_weights is not None:
+        given = given._replace(mask_weights=given.mask_weights.flatten(0, 1)[pairs])
     rows = x[pairs // expert_ids.shape[1]]
-    sorted_result = grouped_forward(rows, weight, packed_masks, offs, activation, mask_weights, *stored)
+    sorted_result = grouped_forward(rows, weight, packed_masks, offs, *options_of(given))
     return sorted_result[inverse_of(pairs)].view(*expert_ids.shape, given.out_features)
 
 

@@ -148,7 +148,7 @@ LayerCall product_layer(const DownCall& call, std::int64_t expert, const Tensor&
     layer.weight = select_expert(call.weight, expert);
     layer.packed_masks = {nullptr, 3, sizes, strides, Scalar::uint8, Device::cpu, -1};
     layer.weight_scale = select_expert(call.weight_scale, expert);
-    layer.weight_format = call.weight_format;
+    layer.format = call.weight_format;
     layer.tokens = y.sizes[0];
     layer.out_features = call.weight.sizes[1];
     layer.in_features = layer.x_row_stride = y.sizes[1];

@@ -103,9 +103,9 @@ void forward_on_cpu(const LayerCall& call, const cpu::Experts* experts, const Te
     p.mask_stride = call.packed_masks.strides[0];
     p.out_stride = call.out_features;
     p.dtype = p.mask_weights_dtype = cpu_dtype("x", call.x.dtype);
-    p.weight_format = call.weight_format;
+    p.weight_format = call.format;
     if (call.weight_scale) p.weight_scale = call.weight_scale->data;
-    p.activation = static_cast<cpu::Activation>(call.activation);
+    p.activation = static_cast<cpu::Activation>(call.activation_code);
     p.isa = cpu::Isa::best;
     if (const auto& mask_weight = call.mask_weights) {
         p.mask_weights = mask_weight->data;

@@ -20,7 +20,7 @@ constexpr Activation kActivations[] = {
 #include "../cpu/activation.h"
 };
 
-int activation_code(std::string_view activation) {
+int code_of_activation(std::string_view activation) {
     std::string names;
     for (const Activation& known : kActivations) {
         if (known.name == activation) return known.code;
@@ -147,15 +147,10 @@ LayerCall describe(const Given<Tensor>& given) {
         refuse("packed_masks: got shape " + packed_masks.shape() + ", must have weight's out_features " +
                std::to_string(weight.sizes[0]));
     check_device("packed_masks", packed_masks, x);
-    LayerCall call{};
-    call.x = x;
-    call.weight = weight;
-    call.packed_masks = packed_masks;
-    call.mask_weights = mask_weights;
-    call.weight_scale = weight_scale;
-    call.weight_format = format.code;
+    LayerCall call{given};
+    call.format = format.code;
     call.rounds_x = rounds_x;
-    call.activation = activation_code(given.activation);
+    call.activation_code = code_of_activation(given.activation);
     call.tokens = count_rows(x);
     call.out_features = weight.sizes[0];
     call.in_features = x.last_size();

@@ -11,30 +11,42 @@
 
 namespace mglu {
 
+// The arguments of a forward operator that are not tensors.
+struct Options {
+    std::string_view activation = "silu", weight_format = "dense", activation_format = "dense";
+    bool is_sorted = false;  // true for grouped_forward
+};
+
 // The arguments of a forward operator, with tensors of type T: Tensor, or torch's handles (mglu_ops/given.py).
 template <typename T>
-struct Given {
-    T x{}, weight{}, packed_masks{};
-    std::string_view activation = "silu";
-    std::optional<T> mask_weights{}, weight_scale{};
-    std::string_view weight_format = "dense", activation_format = "dense";
-    std::optional<T> routing{};  // expert_ids for experts_forward, offs for grouped_forward, none for forward
-    bool is_sorted = false;      // true for grouped_forward
+struct Given : Options {
+    T x{};                            // [..., in_features]
+    T weight{};                       // [out_features, in_features] in x's dtype, or as weight_format stores it
+    T packed_masks{};                 // [out_features, ceil(in_features / 8), n_masks]
+    std::optional<T> mask_weights{};  // [..., n_masks]
+    std::optional<T> weight_scale{};  // the scales of weight_format (mglu_ops/formats.py); none for dense
+    std::optional<T> routing{};       // expert_ids for experts_forward, offs for grouped_forward, none for forward
+
+    // Reads the optional arguments of a schema, of which forward_ste has those of a layer with a dense weight.
+    template <typename Arguments>
+    void read_options(Arguments& arguments, bool is_stored) {
+        activation = arguments.text();
+        mask_weights = arguments.optional_tensor();
+        if (!is_stored) return;
+        weight_scale = arguments.optional_tensor();
+        weight_format = arguments.text();
+        activation_format = arguments.text();
+    }
 };
 
 // result = sum_i r_i * act(x (M_i * W)^T) * (x ((1 - M_i) * W)^T),   i = 0 .. n_masks - 1
 //
 // Kernels see x as [tokens, in_features] and mask_weights r as [tokens, n_masks]. The row strides below are for these
 // shapes, and are valid only for tensors that `needed_copies` does not name.
-struct LayerCall {
-    Tensor x;                            // [..., in_features]
-    Tensor weight;                       // [out_features, in_features] in x's dtype, or as weight_format stores it
-    Tensor packed_masks;                 // [out_features, ceil(in_features / 8), n_masks]
-    std::optional<Tensor> mask_weights;  // [..., n_masks]
-    std::optional<Tensor> weight_scale;  // the scales of weight_format (mglu_ops/formats.py); none for dense
-    WeightFormat weight_format;
-    bool rounds_x;   // x is rounded to fp8_token (mglu_ops/formats.py)
-    int activation;  // the activation's code in csrc/cpu/activation.h
+struct LayerCall : Given<Tensor> {
+    WeightFormat format;
+    bool rounds_x;        // x is rounded to fp8_token (mglu_ops/formats.py)
+    int activation_code;  // as in csrc/cpu/activation.h
     std::int64_t tokens;
     std::int64_t out_features;
     std::int64_t in_features;

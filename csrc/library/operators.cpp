@@ -51,7 +51,10 @@ class Arguments {
         return found ? std::optional(tensors_.emplace_back(std::move(*found)).get()) : std::nullopt;
     }
     std::string_view text() { return texts_.emplace_back(to_string(*next_++)); }
-    std::int64_t integer() { return to<std::int64_t>(*next_++); }
+    template <typename T>
+    T number() {
+        return to<T>(*next_++);
+    }
 
   private:
     StableIValue* next_;
@@ -72,7 +75,7 @@ void boxed_pack_logits(StableIValue* stack, std::uint64_t, std::uint64_t) {
 void boxed_unpack_masks(StableIValue* stack, std::uint64_t, std::uint64_t) {
     Arguments arguments(stack);
     const AtenTensorHandle packed_masks = arguments.tensor();
-    stack[0] = give(unpack_masks(packed_masks, arguments.integer()));
+    stack[0] = give(unpack_masks(packed_masks, arguments.number<std::int64_t>()));
 }
 
 enum class Rows { of_one_layer, with_ids, sorted };
@@ -87,11 +90,7 @@ void boxed_forward(StableIValue* stack, std::uint64_t, std::uint64_t) {
     given.packed_masks = arguments.tensor();
     if (rows != Rows::of_one_layer) given.routing = arguments.tensor();
     given.is_sorted = rows == Rows::sorted;
-    given.activation = arguments.text();
-    given.mask_weights = arguments.optional_tensor();
-    given.weight_scale = arguments.optional_tensor();
-    given.weight_format = arguments.text();
-    given.activation_format = arguments.text();
+    given.read_options(arguments, true);
     stack[0] = give(forward(given));
 }
 
@@ -102,8 +101,7 @@ void boxed_forward_ste(StableIValue* stack, std::uint64_t, std::uint64_t) {
     given.weight = arguments.tensor();
     Handle packed_masks = pack_logits(arguments.tensor());
     given.packed_masks = packed_masks.get();
-    given.activation = arguments.text();
-    given.mask_weights = arguments.optional_tensor();
+    given.read_options(arguments, false);
     stack[0] = give(forward(given));
     stack[1] = give(std::move(packed_masks));
 }

@@ -120,7 +120,7 @@ Handle unpack_masks(AtenTensorHandle handle, std::int64_t in_features) {
 Handle forward(const Given<AtenTensorHandle>& given) {
     Handle owners[6];
     const auto viewed = [&](const Copies& copies) {
-        Given<Tensor> views;
+        Given<Tensor> views{Options(given)};
         views.x = view_or_copy(given.x, "x", copies.x, owners[0]);
         views.weight = view_or_copy(given.weight, "weight", copies.weight, owners[1]);
         views.packed_masks = view_or_copy(given.packed_masks, "packed_masks", copies.packed_masks, owners[2]);
@@ -130,10 +130,6 @@ Handle forward(const Given<AtenTensorHandle>& given) {
             views.weight_scale = view_or_copy(*given.weight_scale, "weight_scale", copies.weight_scale, owners[4]);
         const char* routing = given.is_sorted ? "offs" : "expert_ids";
         if (given.routing) views.routing = view_or_copy(*given.routing, routing, copies.routing, owners[5]);
-        views.activation = given.activation;
-        views.weight_format = given.weight_format;
-        views.activation_format = given.activation_format;
-        views.is_sorted = given.is_sorted;
         return views;
     };
     const auto computed = [&](const auto& describe_given) {

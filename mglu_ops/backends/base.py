@@ -24,9 +24,9 @@ Task = Literal["forward", "train", "backward", "down", "down_backward"]
 | down_backward | `experts_down_backward` | grad_output, `DownGiven` after `in_rows`, needs | the operator's gradients |
 
 Results are contiguous and have memory of their own. The results of `train` have a single dimension of tokens. A
-gradient that is not needed is an empty tensor. Rows without an expert are zeros, and their x is not read. No prepared
-call reads an id or an offset on the host of a GPU, and wrong ids or offs never cause an access out of bounds. The
-partials of every backend have the layout that `mglu_ops.ops` describes, so that another backend can run `backward`.
+gradient that is not needed is an empty tensor. Rows without an expert are zeros, and their x is not read. Only the
+backend `composite` reads ids or offs on the host of a GPU, and wrong ids or offs never cause an access out of bounds.
+The partials of every backend have the layout that `mglu_ops.ops` describes, so that another backend can run `backward`.
 """
 
 Prepared = Callable[..., Any]

@@ -1,8 +1,8 @@
-"""Experts on a CPU, for what csrc/cpu does not compute: a loop in Python over the experts that have rows.
+"""A loop in Python over the experts that have rows.
 
-It runs the backend `composite`, and of the backend `cpu` backward and the down projections. The backend passes the
+It runs the backend `composite`, and of the backend `cpu` what csrc/cpu does not compute. The backend passes the
 function that prepares one layer. An expert without rows costs no time, except in `backward`, which fills the gradients
-of that expert with zeros.
+of that expert with zeros. The host reads which rows each expert has.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..call import Call, Layout
 from ..given import BackwardGiven, DownGiven, Given
 from ..routing import sort_pairs
 from .base import Backend, Prepared, Task
+from .experts_down import sum_in_order
 from .formula import sum_dtype
 
 _LAYERS_KEPT, _ROWS_KEPT = 64, 256
@@ -68,14 +69,6 @@ def down(product: Callable[[int, Tensor], Tensor], given: DownGiven) -> Tensor:
     return sum_in_order(terms.view(tokens, top_k, out_features)).to(y.dtype)
 
 
-def sum_in_order(terms: Tensor) -> Tensor:
-    """Return `sum_k terms[t, k]`, added in the order of k."""
-    total = terms[:, 0].clone(memory_format=torch.contiguous_format)
-    for k in range(1, terms.shape[1]):
-        total += terms[:, k]
-    return total
-
-
 def _forward_train(layers: Callable[[int], Prepared], call: Call, given: Given) -> tuple[Tensor, Tensor]:
     entries = (1 if call.mask_weights_dtype is None else 2) * call.n_masks + 1
     out = given.x.new_zeros(call.result_shape)
@@ -91,7 +84,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     assert given.offs is not None
     grad_x, grad_weight, grad_logits, grad_mask_weights = (grad.zero_() for grad in given.empty_gradients())
-    for expert, rows in _slices_of_experts(given.offs, call.tokens):
+    for expert, rows in slices_of_experts(given.offs, call.tokens):
         grads = layers(rows.stop - rows.start)(given.of_expert(expert, rows))
         for grad, expert_grad in zip((grad_x, grad_mask_weights), grads[::3], strict=True):
             if grad.numel():
@@ -113,17 +106,17 @@ def _rows_of_experts(given: Given, call: Call) -> Iterator[tuple[int, slice | Te
     if given.expert_ids is not None:
         yield from pairs_of_experts(given.expert_ids, call.routed.experts)
     elif given.offs is not None:
-        yield from _slices_of_experts(given.offs, call.tokens)
+        yield from slices_of_experts(given.offs, call.tokens)
 
 
 def pairs_of_experts(expert_ids: Tensor, experts: int) -> Iterator[tuple[int, Tensor]]:
     """Yield each expert that has rows, and the numbers of its rows in ascending order."""
     pairs, offs = sort_pairs(expert_ids, experts)
-    for expert, rows in _slices_of_experts(offs, expert_ids.numel()):
+    for expert, rows in slices_of_experts(offs, expert_ids.numel()):
         yield expert, pairs[rows]
 
 
-def _slices_of_experts(offs: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
+def slices_of_experts(offs: Tensor, rows: int) -> Iterator[tuple[int, slice]]:
     """Yield each expert that has rows, and its slice of the rows, which are sorted by expert."""
     ends = offs.clamp(0, rows).cummax(0).values.tolist()
     for expert, (first, end) in enumerate(pairwise((0, *ends))):

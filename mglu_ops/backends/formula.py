@@ -182,7 +182,7 @@ def _is_sparse(mask: Tensor) -> bool:
     return bool(mask.count_nonzero() <= mask.numel() // 2)
 
 
-def forward(given: Given) -> Tensor:
+def forward(given: Given, products: Products = _LAYER) -> Tensor:
     """Return y `[tokens, out_features]`. `given` is a result of `in_rows`, so x is two-dimensional."""
     x, weight, packed_masks, activation, mask_weights, scale, weight_format, *_ = given
     act, dtype = get_activation(activation).forward, sum_dtype(x.dtype)
@@ -191,7 +191,7 @@ def forward(given: Given) -> Tensor:
     result = x.new_zeros(x.shape[0], given.out_features, dtype=dtype)
     term_weights = None if mask_weights is None else mask_weights.to(dtype)
     apart = x.is_cpu and x.dtype is not torch.float64
-    for i, (gate, value) in enumerate(_gates_and_values(x, weight, packed_masks, apart=apart)):
+    for i, (gate, value) in enumerate(_gates_and_values(x, weight, packed_masks, apart=apart, products=products)):
         activated = act(gate)
         result.addcmul_(activated if term_weights is None else activated * term_weights[:, i : i + 1], value)
     return result.to(x.dtype)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import Tensor
 
 from .. import dispatch
 from ..accuracy import relative_error
+from ..backends import formula
 from ..backends.cuda import LaunchConfig
 from ..backends.cuda.choice import without_tables
 from ..backends.cuda.compiler import CompileError, compile_cubin
@@ -22,7 +22,7 @@ from ..backends.cuda.driver import LaunchError
 from ..backends.cuda.launch_tables import Entry
 from ..call import Call
 from ..given import Given
-from ..masks import packed_shape, unpack_one
+from ..masks import packed_shape
 from ..timer import Replay, layers_for, times
 from .candidates import neighbours, starts
 
@@ -42,12 +42,7 @@ class Layers:
         scale = call.in_features**-0.5
         self.weights = [torch.randn(shape, device="cuda").mul_(scale).to(call.dtype) for _ in range(count)]
         self.packed = [torch.randint(256, masks_shape, dtype=torch.uint8, device="cuda") for _ in range(count)]
-        x, weight = self.x.double(), self.weights[0].double()
-        total = F.linear(x, weight)
-        self.exact = torch.zeros_like(total)
-        for i in range(call.n_masks):
-            gate = F.linear(x, weight * unpack_one(self.packed[0], i, call.in_features))
-            self.exact += F.silu(gate) * (total - gate)
+        self.exact = formula.forward(Given(self.x.double(), self.weights[0].double(), self.packed[0]))
 
     def set_tokens(self, tokens: int) -> None:
         """Replace x, for another number of tokens.

@@ -1,9 +1,11 @@
-"""Experts on a GPU, compared with a float64 loop over experts: both CUDA kernels, all launches, and `composite`."""
+"""Experts on a GPU, compared with a float64 loop over experts: all launches of the CUDA kernels, and other backends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,7 +15,8 @@ from torch import Tensor
 
 import mglu_ops
 from mglu_ops import dispatch
-from mglu_ops.backends import BACKENDS, composite
+from mglu_ops.backends import BACKENDS
+from mglu_ops.backends.composite import Composite
 from mglu_ops.backends.cuda import CudaCall, Plain, TileWgmma
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels import experts as decode_experts
@@ -405,7 +408,7 @@ def test_more_than_2_31_weights() -> None:
     assert torch.equal(run(x, weight, packed, ids=ids)[ids >= 18], tail[ids >= 18])
 
 
-# --- The composite backend. Its calls must not wait for the GPU. ------------------------------------------------------
+# --- The backend `triton`, which does not wait for the GPU, and `composite` -------------------------------------------
 
 
 def on_gpu(args: Any) -> Any:
@@ -415,27 +418,32 @@ def on_gpu(args: Any) -> Any:
 
 @pytest.mark.parametrize("loads", LOADS)
 @pytest.mark.parametrize("weight_format", FORMATS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_composite_matches_a_loop_without_waiting(dtype: torch.dtype, weight_format: str, loads: str) -> None:
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("triton", one) for one in DTYPES if one is not torch.float64] + [("composite", one) for one in DTYPES],
+)
+def test_other_backends_match_a_loop(backend: str, dtype: torch.dtype, weight_format: str, loads: str) -> None:
     if dtype is torch.float64 and weight_format != "dense":
         pytest.skip("no float64 with stored weights in this family")
     for tokens in (1, 70):
         options = {"loads": loads, "dtype": dtype, "weighted": tokens > 1, "weight_format": weight_format}
         layer = make_layer((tokens,), 136, 72, routing="ids", experts=5, **options)
-        down, (rows, pairs) = make_down(layer, weight_format), layer.sorted_by_expert()
-        given, there, down_there = on_gpu(layer.given), on_gpu(rows.given), on_gpu(down)
-        dispatch.forward(given, backend="composite")  # torch's first calls may wait
-        with without_waiting():
-            result = dispatch.forward(given, backend="composite")
-            grouped = dispatch.forward(there, backend="composite")
-            second = dispatch.down(None, down_there, backend="composite")
+        down_given, (rows, pairs) = make_down(layer, weight_format), layer.sorted_by_expert()
+        given, there, down_there = on_gpu(layer.given), on_gpu(rows.given), on_gpu(down_given)
+        forward, down = (partial(run, backend=backend) for run in (dispatch.forward, partial(dispatch.down, None)))
+        forward(given), down(down_there)  # torch's first calls, and Triton when it compiles, may wait
+        with without_waiting() if backend == "triton" else nullcontext():
+            result, grouped, second = forward(given), forward(there), down(down_there)
         assert relative_error(result, layer.oracle()) <= BUDGET[dtype]
-        assert torch.equal(grouped, result.flatten(0, 1)[pairs.cuda()])
-        assert relative_error(second, down_oracle(down)) <= BUDGET[dtype]
+        in_order = result.flatten(0, 1)[pairs.cuda()]
+        if backend == "triton":
+            assert torch.equal(grouped, in_order)
+        assert relative_error(grouped, in_order) <= BUDGET[dtype]
+        assert relative_error(second, down_oracle(down_given)) <= BUDGET[dtype]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_of_experts_down_do_not_wait_and_repeat(dtype: torch.dtype) -> None:
+def test_gradients_of_experts_down_repeat_and_do_not_wait(dtype: torch.dtype) -> None:
     for loads in LOADS:
         layer = make_layer((70,), 24, 16, routing="ids", experts=5, loads=loads, dtype=dtype)
         down = make_down(layer)
@@ -443,10 +451,10 @@ def test_gradients_of_experts_down_do_not_wait_and_repeat(dtype: torch.dtype) ->
         expected = torch.ops.mglu.experts_down_backward(grad, *down[:4], [True] * 3)
         given, there = on_gpu(down), grad.cuda()
         first = torch.ops.mglu.experts_down_backward(there, *given[:4], [True] * 3)
-        with without_waiting():
+        with without_waiting() if dtype is not torch.float64 else nullcontext():
             found = torch.ops.mglu.experts_down_backward(there, *given[:4], [True] * 3)
-            in_blocks = composite._down_backward(there, given.in_rows(), [True] * 3)
-        for one, again, other, exact in zip(found, first, in_blocks, expected, strict=True):
+        by_loop = Composite().prepare("down_backward", Call.of_down(given))(there, given.in_rows(), [True] * 3)
+        for one, again, other, exact in zip(found, first, by_loop, expected, strict=True):
             assert torch.equal(one, again)
             assert relative_error(one, exact) <= BUDGET[dtype]
             assert relative_error(other, exact) <= BUDGET[dtype]

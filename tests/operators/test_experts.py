@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,16 +11,15 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import composite
+from mglu_ops.backends.experts_down import backward
 from mglu_ops.backends.triton import experts as grouped_products
-from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
-from mglu_ops.given import DownGiven, Given
+from mglu_ops.given import DownGiven
 from tests.support.budgets import BUDGET, assert_matches, relative_error
 from tests.support.families import sample
 from tests.support.layers import (
@@ -38,25 +38,18 @@ from tests.support.layers import (
 mglu = torch.ops.mglu
 
 
-def in_blocks(given: Given) -> Tensor:
-    """The composite backend as it runs on devices other than a CPU: in blocks of rows."""
-    return composite._experts(Call.of(given), given.in_rows())
-
-
-@pytest.mark.parametrize("how", ["op", "blocks"])
 @given(data=st.data())
 @examples(60)
-def test_sorted_rows_give_the_same_bits(how: str, data: st.DataObject) -> None:
+def test_sorted_rows_give_the_same_bits(data: st.DataObject) -> None:
     """`grouped_forward` gives the bits of `experts_forward`. Rows past the last expert are zeros; their x is not read.
 
     float64 is compared with a tolerance, because the last bits of BLAS depend on the memory layout.
     """
     layer = data.draw(layers("ids", weight_format=data.draw(st.sampled_from(list(FORMATS)))))
-    layer = layer.with_(activation_format="dense") if how == "blocks" else layer
     rows, pairs = layer.sorted_by_expert()
-    result, by_ids = (in_blocks(one.given) if how == "blocks" else one.forward() for one in (rows, layer))
-    tolerance = 1e-12 if result.dtype is torch.float64 else 0
-    torch.testing.assert_close(result, by_ids.flatten(0, 1)[pairs], rtol=tolerance, atol=tolerance)
+    tolerance = 1e-12 if layer.x.dtype is torch.float64 else 0
+    by_ids = layer.forward().flatten(0, 1)[pairs]
+    torch.testing.assert_close(rows.forward(), by_ids, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
@@ -69,7 +62,7 @@ def test_experts_down_matches_a_loop(weight_format: str, data: st.DataObject) ->
         assume(layer.masks.shape[2] % FORMATS[weight_format].packed == 0)
         down = make_down(layer, weight_format)
     expected = down_oracle(down)
-    for result in (mglu.experts_down(*down), composite._down(down.in_rows())):
+    for result in (mglu.experts_down(*down), dispatch.down(None, down, backend="composite")):
         assert result.dtype is down.y.dtype
         assert result.is_contiguous()
         assert relative_error(result, expected) <= BUDGET[result.dtype]
@@ -95,7 +88,8 @@ def test_experts_down_has_the_range_of_float32(weight_format: str, dtype: torch.
 def test_experts_down_adds_in_float32_in_the_order_of_the_experts() -> None:
     """The result shows the order: in float32, 2^24 + 1 - 2^24 is 0, and 2^24 - 2^24 + 1 is 1."""
     weight = torch.tensor([2.0**24, 1.0, -(2.0**24)]).view(3, 1, 1)
-    for down in (mglu.experts_down, lambda *given: composite._down(DownGiven(*given))):
+    composite = partial(dispatch.down, None, backend="composite")
+    for down in (mglu.experts_down, lambda *given: composite(DownGiven(*given))):
         for ids, expected in (([0, 1, 2], 0.0), ([0, 2, 1], 1.0)):
             result = down(torch.ones(1, 3, 1), weight, torch.tensor([ids]), torch.ones(1, 3))
             assert result.item() == expected
@@ -105,23 +99,8 @@ def test_experts_down_adds_in_float32_in_the_order_of_the_experts() -> None:
 def test_offs_of_any_value_stay_in_bounds(values: list[int]) -> None:
     given = make_layer((4,), routing="offs").given
     wrong = given._replace(offs=torch.tensor(values, dtype=torch.int32))
-    for result in (in_blocks(wrong), dispatch.forward(wrong)):
+    for result in (dispatch.forward(wrong, backend="composite"), dispatch.forward(wrong)):
         assert result.isfinite().all()
-
-
-def test_the_composite_of_other_devices_reads_no_value_on_the_host() -> None:
-    """Fake tensors have no values, so reading one raises an error."""
-    down = make_down(make_layer((6,), routing="ids"))
-    layers = [make_layer((6,), routing=routing, weighted=True).given for routing in ("ids", "offs")]
-    both = [(Call.of(given), given.in_rows()) for given in layers]
-    with FakeTensorMode() as mode:
-
-        def fake(args: tuple[object, ...]) -> list[Any]:
-            return [mode.from_tensor(arg) if isinstance(arg, Tensor) else arg for arg in args]
-
-        for call, given in both:
-            assert composite._experts(call, Given(*fake(given))).shape == call.result_shape
-        assert composite._down(DownGiven(*fake(down))).shape == (6, 24)
 
 
 def test_a_prepared_call_takes_other_loads() -> None:
@@ -167,7 +146,8 @@ def test_gradients_of_experts_down(loads: str) -> None:
     "needs", [[True, True, True], [True, False, False], [False, True, False], [False, False, True]]
 )
 @pytest.mark.parametrize(
-    ("how", "dtype"), [(composite._down_backward, torch.float64), (grouped_products.down_backward, torch.bfloat16)]
+    ("how", "dtype"),
+    [(partial(backward, composite._grouped_product), torch.float64), (grouped_products.down_backward, torch.bfloat16)],
 )
 def test_gradients_of_experts_down_on_other_devices(
     how: Callable[..., Any], dtype: torch.dtype, needs: list[bool]

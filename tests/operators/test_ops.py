@@ -16,10 +16,7 @@ from torch import Tensor
 
 from mglu_ops import dispatch
 from mglu_ops.activations import get_activation
-from mglu_ops.backends import composite
-from mglu_ops.call import Call
-from mglu_ops.formats import FORMATS, round_activation
-from mglu_ops.given import Given
+from mglu_ops.formats import FORMATS
 from tests.support import layers as s
 from tests.support.budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
 from tests.support.calls import run_on
@@ -31,18 +28,10 @@ forward = torch.ops.mglu.forward
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def in_blocks(given: Given) -> Tensor:
-    """The composite backend of experts as it runs on devices other than a CPU: in blocks of rows."""
-    if given.activation_format != "dense":
-        given = given._replace(x=round_activation(given.x), activation_format="dense")
-    return composite._experts(Call.of(given), given.in_rows())
-
-
 RUNS = {
     "op": None,
     "cpu": partial(dispatch.forward, backend="cpu"),
     "composite": partial(dispatch.forward, backend="composite"),
-    "blocks": in_blocks,
 }
 
 
@@ -51,7 +40,7 @@ RUNS = {
 @given(data=st.data())
 @s.examples(40)
 def test_every_routing_size_layout_and_dtype_agrees_with_the_oracle(how, weight_format, data):
-    routing = data.draw(st.sampled_from(ROUTINGS[1:] if how == "blocks" else ROUTINGS))
+    routing = data.draw(st.sampled_from(ROUTINGS))
     dtypes = DTYPES if how != "cpu" and weight_format == "dense" else NARROW
     layer = data.draw(s.layers(routing, dtypes=dtypes, weight_format=weight_format))
     result = layer.forward() if how == "op" else RUNS[how](layer.given)

@@ -239,13 +239,15 @@ def test_a_slope_that_does_not_pass() -> None:
     assert "does not pass straight through" in compiled(source, TRAINED).reasons[0]
 
 
-def test_experts_that_the_operators_do_not_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, the operators do not train experts in float64, but they run them in inference."""
-    monkeypatch.setattr(proof, "untrainable_reason", lambda device, dtype: "no products")
+def test_experts_for_which_the_host_would_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, no backend runs experts in float64 without reading on the host which rows each expert has."""
+    asked: list[str] = []
+    monkeypatch.setattr(proof, "waiting_reason", lambda task, device, dtype: asked.append(task) or "the host waits")
     source = f"m = l[:, 0] > 0; {TERM}"
-    reasons = compiled(source, ("x",)).reasons
-    assert reasons == ["the operator does not train experts of torch.float64 on cpu: no products"]
-    fused(source)
+    for wanted in (("x",), ()):
+        reasons = compiled(source, wanted).reasons
+        assert reasons == ["the operator of experts of torch.float64 on cpu would be slow: the host waits"]
+    assert set(asked) == {"train", "forward"}
 
 
 def test_experts_of_dtensors(monkeypatch: pytest.MonkeyPatch) -> None:

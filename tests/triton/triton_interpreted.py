@@ -13,9 +13,10 @@ from hypothesis import given
 from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
-from mglu_ops.backends import reference
+from mglu_ops.backends import BACKENDS, reference
 from mglu_ops.backends.triton import experts
 from mglu_ops.backends.triton.grouped import grouped_products, products_over_rows
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
 from mglu_ops.masks import pack
 from tests.support.budgets import assert_matches
@@ -27,9 +28,13 @@ from tests.support.hard_values import (
     slack_of_differences,
 )
 from tests.support.layers import (
+    LOADS,
     Layer,
+    down_oracle,
     every_stored_value,
     examples,
+    make_down,
+    make_layer,
     mask_major,
     rows_apart,
     spaced,
@@ -156,6 +161,28 @@ def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
     packed = pack(torch.full((2, 3, 72), fill))
     x, weight = torch.randn(1, 72).half(), torch.randn(3, 72).half()
     assert torch.equal(run_on("triton", x, weight, packed, "identity", None), torch.zeros(1, 3).half())
+
+
+@pytest.mark.parametrize("loads", LOADS)
+@pytest.mark.parametrize(
+    ("dtype", "n_masks", "weight_format"),
+    [(torch.bfloat16, 1, "dense"), (torch.float16, 3, "fp8_row"), (torch.float32, 2, "dense"),
+     (torch.bfloat16, 4, "int4_group"), (torch.float32, 5, "int8_row")],
+)  # fmt: skip
+def test_experts(dtype: torch.dtype, n_masks: int, weight_format: str, loads: str) -> None:
+    """The operators of inference, with ids and with sorted rows, and the down projection."""
+    for tokens in (1, 30):
+        options = {"loads": loads, "dtype": dtype, "weighted": tokens > 1, "weight_format": weight_format}
+        layer = make_layer((tokens,), 40, 64, n_masks, routing="ids", experts=5, **options)
+        (rows, pairs), down = layer.sorted_by_expert(), make_down(layer, weight_format)
+        result, grouped = (
+            BACKENDS["triton"].prepare("forward", Call.of(one.given))(one.given.in_rows()) for one in (layer, rows)
+        )
+        assert_matches(result, layer.oracle())
+        assert not result[~layer.has_expert].count_nonzero()
+        assert torch.equal(grouped, result.flatten(0, 1)[pairs])
+        second = BACKENDS["triton"].prepare("down", Call.of_down(down))(down.in_rows())
+        assert_matches(second, down_oracle(down))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -36,10 +36,10 @@ Layer layer_of(const LayerCall& call, const DeviceFacts& device) {
     const auto& mask_weights = call.mask_weights;
     return {.variant = {.arch = device.arch,
                         .element = element("x", call.x.dtype),
-                        .weight_format = static_cast<int>(call.weight_format),
+                        .weight_format = static_cast<int>(call.format),
                         .rounds_x = call.rounds_x,
                         .n_masks = static_cast<int>(call.n_masks),
-                        .activation = call.activation,
+                        .activation = call.activation_code,
                         .mask_weights = mask_weights ? element("mask_weights", mask_weights->dtype) : -1},
             .out_features = call.out_features,
             .in_features = call.in_features,

@@ -182,8 +182,13 @@ void fuzz_experts(Random& random, const mglu::Scalar (&floats)[n_floats], const 
     const std::optional<mglu::Tensor> given_weights =
         random.chance(40) ? std::optional(mask_weights->tensor) : std::nullopt;
     const mglu::ExpertsCall call =
-        mglu::describe_experts({x->tensor, weight->tensor, masks->tensor, activation, given_weights, given_scale,
-                                format.name, random.chance(80) ? "dense" : "fp8_token", routing->tensor, is_sorted});
+        mglu::describe_experts({{activation, format.name, random.chance(80) ? "dense" : "fp8_token", is_sorted},
+                                x->tensor,
+                                weight->tensor,
+                                masks->tensor,
+                                given_weights,
+                                given_scale,
+                                routing->tensor});
     if (!mglu::needed_copies(call).any())
         mglu::forward(call, result(call.result_sizes(), x->tensor.dtype)->tensor, executor);
 }
@@ -223,8 +228,12 @@ void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& r
                     random.chance(40) ? std::optional(mask_weight->tensor) : std::nullopt;
                 const std::optional<mglu::Tensor> given_scale = has_scale ? std::optional(scale->tensor) : std::nullopt;
                 const mglu::LayerCall call =
-                    mglu::describe({x->tensor, weight->tensor, masks->tensor, random.pick(activations), given,
-                                    given_scale, format.name, random.chance(70) ? "dense" : "fp8_token"});
+                    mglu::describe({{random.pick(activations), format.name, random.chance(70) ? "dense" : "fp8_token"},
+                                    x->tensor,
+                                    weight->tensor,
+                                    masks->tensor,
+                                    given,
+                                    given_scale});
                 if (mglu::needed_copies(call).any()) continue;
                 mglu::forward(call, result(call.result_sizes(), call.x.dtype)->tensor, executor);
             } else if (random.chance(50)) {

@@ -94,7 +94,7 @@ class Cpu(Backend):
             return CpuDown(call, expert_loop.layers(self, "forward", call, launch))
         if task == "backward":
             of_experts = call.routing is not None
-            return expert_loop.prepare(self, task, call, launch) if of_experts else backward.Backward(call, _library())
+            return expert_loop.prepare(self, task, call, launch) if of_experts else backward.Backward(_library())
         prepared = (CpuForwardTrain if task == "train" else CpuCall)(_library(), call, launch)
         if call.routing is not None and prepared.copies_weights:
             return expert_loop.prepare(self, task, call, launch)  # which copies the weights of experts that have rows

@@ -1,7 +1,7 @@
 """The elementwise steps of a backward pass in bfloat16 (csrc/cpu/backward.h). Each is one pass over memory.
 
 The elements of a row are contiguous, and rows may have any stride. Packed masks and results are contiguous.
-`backward.py` defines the symbols F_i, D_0, D_i and G.
+`backends.gradients` defines the symbols F_i, D_0, D_i and G.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A training step of experts in 16 bits on a GPU, for rows sorted by expert (csrc/cuda/training.md).
 
-The rows of each expert follow the equations in `training.py`, which define the symbols t, f_i, F_i, b_i, D_i and dt.
+The rows of each expert follow the equations in `training.py` and `backends.gradients`, which define the symbols.
 
 - Forward on compute capability 9.0 is one kernel, `tile_wgmma`, if sizes and addresses suit it.
 - Otherwise `torch.nn.functional.grouped_mm` multiplies. It reads `offs`, where the rows of each expert end, on the
@@ -22,6 +22,7 @@ Nothing waits for the GPU, and no shape depends on the values of `offs`. The sam
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import gcd
 
@@ -33,6 +34,8 @@ from ...call import Call, Layout
 from ...given import BackwardGiven, Given
 from ...masks import packed_width
 from ...sizes import round_up
+from .. import gradients
+from ..gradients import Part
 from ..triton import device_reason
 from ..triton.experts import ascending, product
 from .compiler import has_cuda_core
@@ -40,6 +43,7 @@ from .device import gpu_of
 from .kernels import training_steps as steps
 from .kernels.tile_wgmma_training import partials_of, training_items
 from .launch import load
+from .training import LayerSteps
 
 _MULTIPLE = 8
 """out_features and in_features are padded to multiples of 8, since `grouped_mm` needs 16-byte aligned rows, and
@@ -129,60 +133,72 @@ def library_forward(given: Given) -> tuple[Tensor, Tensor]:
     return (y, partials) if padded == d else (y[:, :d].contiguous(), partials[:, :, :d].contiguous())
 
 
-def backward(arguments: BackwardGiven) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def backward(given: BackwardGiven) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run `mglu::grouped_backward` on the current device, for arguments in any strides."""
-    found = _gradients(arguments)
-    return tuple(arguments.x.new_empty(0) if grad is None else grad for grad in found)  # type: ignore[return-value]
-
-
-def _gradients(
-    arguments: BackwardGiven,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of x, weight, mask logits and mask weights; None if not needed."""
-    grad_output, x, weight, packed_masks, partials, needs, logits_dtype, mask_weights_dtype, offs = arguments
+    grad_output, x, weight, packed_masks, partials, *_, offs = given
+    (experts, d, h), rows = weight.shape, x.shape[0]
     assert offs is not None
-    (rows, h), (experts, d, _), n_masks = x.shape, weight.shape, packed_masks.shape[3]
-    (needs_x, needs_weight), needs_products = needs, needs[1] or logits_dtype is not None
-    grad_x, grad_weight, grad_logits, grad_mask_weights = None, None, None, None
     if 0 in (rows, d, h, experts):
-        return (
-            x.new_zeros(x.shape) if needs_x else None,
-            weight.new_zeros(weight.shape) if needs_weight else None,
-            weight.new_zeros(experts, n_masks, d, h, dtype=logits_dtype) if logits_dtype else None,
-            x.new_zeros(rows, n_masks, dtype=mask_weights_dtype) if mask_weights_dtype else None,
-        )
+        grads = given.empty_gradients()
+        return grads[0].zero_(), grads[1].zero_(), grads[2].zero_(), grads[3].zero_()
     x, weight, packed_masks = _padded(x, weight, packed_masks)
-    columns, depth = weight.shape[1:]
-    offs, grad_output, partials = ascending(offs, rows), _padded_last(grad_output), _padded_last(partials)
-    if mask_weights_dtype is not None:
-        grad_mask_weights = steps.mask_weight_gradients(grad_output, partials[:, n_masks + 1 :], torch.float32)
-        steps.clear_rows(grad_mask_weights, offs)
-        grad_mask_weights = grad_mask_weights.to(mask_weights_dtype)
-    if not (needs_x or needs_products):
-        return None, None, None, grad_mask_weights
+    padded = given._replace(
+        grad_output=_padded_last(grad_output),
+        x=x,
+        weight=weight,
+        packed_masks=packed_masks,
+        partials=_padded_last(partials),
+    )
+    found = gradients.backward(_Steps(packed_masks.shape[3], ascending(offs, rows)), padded)
+    if weight.shape[1:] == (d, h):
+        return found
+    grad_x, grad_weight, grad_logits, grad_mask_weights = found
+    return (
+        grad_x[:, :h].contiguous() if grad_x.numel() else grad_x,
+        grad_weight[:, :d, :h].contiguous() if grad_weight.numel() else grad_weight,
+        grad_logits[:, :, :d, :h].contiguous() if grad_logits.numel() else grad_logits,
+        grad_mask_weights,
+    )
 
-    scaled = steps.scale(grad_output, partials[:, : n_masks + 1])  # dt and all b_i
-    if needs_x:
-        flipped = steps.flip_signs(weight, packed_masks)
-        grad_x = product(scaled.flatten(1), flipped.flatten(1, 2), offs)
-        del flipped
-        steps.clear_rows(grad_x, offs)
-    if needs_products:
-        # `products` holds D_1 to D_n, and `total` holds D_0. A gradient of the same dtype is written over them.
-        products = product(scaled[:, 1:].flatten(1).t(), x, offs).view(experts, n_masks, columns, depth)
-        total = product(scaled[:, 0].t(), x, offs) if needs_weight else None
-        del scaled
-        if logits_dtype is not None:
-            same = logits_dtype is products.dtype
-            written = logits_dtype if logits_dtype in steps.ELEMENTS else torch.float32
-            grad_logits = products if same else torch.empty_like(products, dtype=written)
-        steps.weight_gradients(total, products, weight, packed_masks, total, grad_logits)
-        grad_weight = total
-    if (columns, depth) != (d, h):
-        grad_x = None if grad_x is None else grad_x[:, :h].contiguous()
-        grad_weight = None if grad_weight is None else grad_weight[:, :d, :h].contiguous()
-        grad_logits = None if grad_logits is None else grad_logits[:, :, :d, :h].contiguous()
-    return grad_x, grad_weight, None if grad_logits is None else grad_logits.to(logits_dtype), grad_mask_weights
+
+class _Steps(LayerSteps):
+    """The steps of experts, around grouped products. Their gradients take the memory of D_0 and the D_i."""
+
+    def __init__(self, n_masks: int, offs: Tensor) -> None:
+        super().__init__(n_masks)
+        self._offs = offs
+
+    def parts(self, entries: int, tokens: int, out_features: int, in_features: int) -> Sequence[Part]:
+        return [Part(slice(0, tokens), slice(0, out_features))]
+
+    def back(self, scaled: Tensor, flipped: Tensor, grad_x: Tensor | None, part: Part, x: Tensor) -> Tensor:
+        grad_x = product(scaled.flatten(1), flipped.flatten(1, 2), self._offs)
+        steps.clear_rows(grad_x, self._offs)
+        return grad_x
+
+    def weight_products(
+        self, scaled: Tensor, x: Tensor, n_masks: int, with_total: bool
+    ) -> tuple[Tensor | None, Tensor]:
+        products = product(scaled[:, -n_masks:].flatten(1).t(), x, self._offs)
+        total = product(scaled[:, 0].t(), x, self._offs) if with_total else None
+        return total, products.view(len(products), n_masks, -1, x.shape[1])
+
+    def outputs(
+        self,
+        total: Tensor | None,
+        products: Tensor,
+        weight: Tensor,
+        needs_weight: bool,
+        logits_dtype: torch.dtype | None,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if logits_dtype in (None, products.dtype):
+            return total, None if logits_dtype is None else products
+        return total, torch.empty_like(products, dtype=logits_dtype)
+
+    def mask_weight_gradients(self, grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
+        found = steps.mask_weight_gradients(grad_output, terms, torch.float32)
+        steps.clear_rows(found, self._offs)
+        return found
 
 
 def _wide_product(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:

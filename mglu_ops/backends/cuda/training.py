@@ -1,11 +1,8 @@
 """A training step in 16 bits on a GPU (csrc/cuda/training.md).
 
-F_i is -1 where M_i = 1 and +1 elsewhere. Forward computes `t = x W^T` and `f_i = x (F_i * W)^T`, and from them the
-result y and its partial derivatives P = dy/dt, Q_i = dy/df_i and, with mask weights r_i, R_i = dy/dr_i. Backward is
-linear in the gradient G of y: with `dt = G * P` and `b_i = G * Q_i`,
-
-    dx = dt W + sum_i b_i (F_i * W),   D_0 = dt^T x,   D_i = b_i^T x,
-    dW = D_0 + sum_i F_i * D_i,   dlogits_i = -2 W * D_i,   dr_i = sum over out_features of G * R_i
+Forward computes `t = x W^T` and `f_i = x (F_i * W)^T`, and from them the result y and its partial derivatives
+P = dy/dt, Q_i = dy/df_i and, with mask weights r_i, R_i = dy/dr_i. `backends.gradients` defines F_i, and what backward
+computes.
 
 On compute capability 9.0, forward is the kernel `tile_wgmma`, and the kernel `backward_gemm` computes dx and all D_i
 from G, P and Q_i, without dt and b_i in memory. GEMMs of cuBLAS, with elementwise kernels before and after, are used
@@ -24,7 +21,9 @@ the GPU.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +32,8 @@ from ...call import Call
 from ...given import BackwardGiven, Given
 from ...masks import n_masks_of
 from ...sizes import ceil_div, round_up
+from .. import gradients
+from ..gradients import MOST_MASKS_OF_NARROW_TOTALS, Part, Steps
 from ..parameters import addresses
 from .device import gpu_of
 from .kernels import backward_gemm
@@ -54,10 +55,6 @@ _SMALLEST_CHUNK = 1 << 24
 _SCRATCH_PRODUCTS = 1 << 25
 """The most elements of D_0 and all D_i in a chunk of `backward_gemm`, if it writes the D_i to scratch memory (64 MiB in
 16 bits). Such a chunk still has several tiles for each SM."""
-
-_MOST_MASKS_OF_NARROW_TOTALS = 4
-"""With up to this many masks, D_0 is rounded to 16 bits before the D_i are added to it. With more masks, this rounding
-would make the error of dW more than 1.5 times the naive layer's, in which each mask has its own rounding error."""
 
 _CHUNK_MULTIPLE = 128
 """Chunks have a multiple of this many output features, so that rows stay aligned and a GEMM has whole tiles."""
@@ -101,67 +98,71 @@ class Backward:
     """A prepared `mglu::backward`. Its first call prepares the launches for all later calls. Thread-safe."""
 
     def __init__(self, call: Call) -> None:
-        self._n_masks = call.n_masks
+        self._steps = LayerSteps(call.n_masks)
         self._prepared: tuple[_GradX | None, _WeightGradients | None] | None = None
 
-    def __call__(self, arguments: BackwardGiven) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        grad_output, x, weight, packed_masks, partials, needs, logits_dtype, mask_weights_dtype, _ = arguments
-        n_masks = self._n_masks
-        grad_output, partials = _with_contiguous_columns(grad_output), partials.contiguous()
+    def __call__(self, given: BackwardGiven) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # Tensors in other layouts are copied to the layouts that the kernels read.
-        arguments = BackwardGiven(
-            grad_output,
-            x.contiguous(),
-            _with_contiguous_columns(weight),
-            _aligned(packed_masks),
-            partials[:, : n_masks + 1],
-            needs,
-            None if logits_dtype is None else _written_as(logits_dtype),
-            mask_weights_dtype,
+        given = given._replace(
+            grad_output=_with_contiguous_columns(given.grad_output),
+            x=given.x.contiguous(),
+            weight=_with_contiguous_columns(given.weight),
+            packed_masks=_aligned(given.packed_masks),
+            partials=given.partials.contiguous(),
         )
-        grad_x, grad_weight, grad_logits = self._gradients(arguments)
+        first_terms = self._steps.n_masks + 1
+        written = None if given.logits_dtype is None else _written_as(given.logits_dtype)
+        found = self._gradients(given._replace(partials=given.partials[:, :first_terms], logits_dtype=written))
+        return gradients.as_outputs(given, *found, gradients.mask_weight_gradients(self._steps, given))
 
-        grad_mask_weights = None
-        if mask_weights_dtype is not None:
-            terms = partials[:, n_masks + 1 :]
-            grad_mask_weights = steps.mask_weight_gradients(grad_output, terms, _written_as(mask_weights_dtype)).to(
-                mask_weights_dtype
-            )
-        return (
-            x.new_empty(0) if grad_x is None else grad_x,
-            x.new_empty(0) if grad_weight is None else grad_weight,
-            x.new_empty(0) if grad_logits is None else grad_logits.to(logits_dtype),
-            x.new_empty(0) if grad_mask_weights is None else grad_mask_weights,
-        )
-
-    def _gradients(self, arguments: BackwardGiven) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Compute the needed gradients of x, weight and mask logits."""
-        x, weight, (needs_x, needs_weight), logits_dtype = arguments.x, arguments.weight, *arguments[5:7]
+    def _gradients(self, given: BackwardGiven) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Compute the gradients of x, weight and mask logits; those that are needed."""
+        x, weight, (needs_x, needs_weight), logits_dtype = given.x, given.weight, *given[5:7]
         if self._prepared is None:
             has_products = needs_weight or logits_dtype is not None
             self._prepared = (
-                _GradX.of(arguments) if needs_x else None,
-                _WeightGradients.of(arguments) if has_products else None,
+                _GradX.of(given) if needs_x else None,
+                _WeightGradients.of(given) if has_products else None,
             )
         grad_x_launches, weight_launches = self._prepared
-        pointers = addresses(**arguments.tensors())
-        grad_x = left_x = x.new_empty(x.shape) if needs_x else None
-        if grad_x is not None and grad_x_launches is not None:
+        pointers = addresses(**given.tensors())
+        grad_x = grad_weight = grad_logits = None
+        if grad_x_launches is not None:
+            grad_x = x.new_empty(x.shape)
             grad_x_launches(weight, pointers, grad_x)
-            left_x = None
-        # The other gradients are allocated after dx, so that they can reuse the memory of the flipped weights.
-        grad_weight = left_weight = weight.new_empty(weight.shape) if needs_weight else None
-        grad_logits = left_logits = None
-        if logits_dtype is not None:
-            grad_logits = left_logits = weight.new_empty((self._n_masks, *weight.shape), dtype=logits_dtype)
         if weight_launches is not None:
+            # They are allocated after dx, so that they can reuse the memory of the flipped weights.
+            grad_weight = weight.new_empty(weight.shape) if needs_weight else None
+            if logits_dtype is not None:
+                grad_logits = weight.new_empty((self._steps.n_masks, *weight.shape), dtype=logits_dtype)
             weight_launches(x, pointers, grad_weight, grad_logits)
-            left_weight = left_logits = None
-        if not (left_x is None and left_weight is None and left_logits is None):
-            out_features, in_features = weight.shape
-            for rows in feature_chunks(x.shape[0], self._n_masks, out_features, in_features, BACKWARD_CHUNKS):
-                _backward_chunk(rows, *arguments[:5], left_x, left_weight, left_logits)
-        return grad_x, grad_weight, grad_logits
+            needs_weight, logits_dtype = False, None
+        by_library = gradients.gradients(self._steps, given, needs_x and grad_x is None, needs_weight, logits_dtype)
+        return (
+            by_library[0] if grad_x is None else grad_x,
+            by_library[1] if grad_weight is None else grad_weight,
+            by_library[2] if grad_logits is None else grad_logits,
+        )
+
+
+class LayerSteps(Steps):
+    """The steps of a layer, around GEMMs of cuBLAS."""
+
+    logits_dtypes: ClassVar[Collection[torch.dtype]] = ELEMENTS
+
+    scale = staticmethod(steps.scale)
+    flip_signs = staticmethod(steps.flip_signs)
+    weight_gradients = staticmethod(steps.weight_gradients)
+
+    def __init__(self, n_masks: int) -> None:
+        self.n_masks = n_masks
+
+    def parts(self, entries: int, tokens: int, out_features: int, in_features: int) -> Sequence[Part]:
+        chunks = feature_chunks(tokens, self.n_masks, out_features, in_features, BACKWARD_CHUNKS)
+        return [Part(slice(0, tokens), rows) for rows in chunks]
+
+    def mask_weight_gradients(self, grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
+        return steps.mask_weight_gradients(grad_output, terms, _written_as(dtype))
 
 
 class _GradX:
@@ -226,7 +227,7 @@ class _WeightGradients:
         if logits_dtype is not None:
             grad_logits = torch.empty(n_masks, d, h, dtype=logits_dtype, device="meta")
         self._is_in_place = logits_dtype is weight.dtype
-        self._total_is_wide = needs_weight and n_masks > _MOST_MASKS_OF_NARROW_TOTALS
+        self._total_is_wide = needs_weight and n_masks > MOST_MASKS_OF_NARROW_TOTALS
         self._total_is_first = needs_weight and not self._total_is_wide
         first_entry = 0 if needs_weight else 1
         entries = n_masks + 1 - first_entry
@@ -336,48 +337,6 @@ def _products_and_partials(
     flipped = steps.flip_signs(weight, packed_masks)
     products = torch.mm(x, flipped.flatten(0, 1).t(), out_dtype=torch.float32)
     steps.partials(products.view(x.shape[0], *flipped.shape[:2]), activation, mask_weights, partials, result)
-
-
-def _backward_chunk(
-    rows: slice,
-    grad_output: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    partials: Tensor,
-    grad_x: Tensor | None,
-    grad_weight: Tensor | None,
-    grad_logits: Tensor | None,
-) -> None:
-    """Add the terms of the output features `rows` to `grad_x`, and write these rows of the other gradients.
-
-    A gradient that is not needed is None.
-    """
-    grad_output, weight, packed_masks = grad_output[:, rows], weight[rows], packed_masks[rows]
-    first = 0 if grad_x is not None or grad_weight is not None else 1  # dlogits alone needs no dt
-    scaled = steps.scale(grad_output, partials[:, first:, rows])
-    if grad_x is not None:
-        flipped = steps.flip_signs(weight, packed_masks).flatten(0, 1)
-        torch.addmm(grad_x, scaled.flatten(1), flipped, beta=0 if rows.start == 0 else 1, out=grad_x)
-        del flipped  # frees memory for the GEMMs below
-    if grad_weight is not None:
-        if packed_masks.shape[2] > _MOST_MASKS_OF_NARROW_TOTALS:
-            total = torch.mm(scaled[:, 0].t(), x, out_dtype=torch.float32)
-            products = _weight_products(scaled[:, 1:], x)
-        else:
-            products = _weight_products(scaled, x)
-            total, products = products[0], products[1:]
-        logits = None if grad_logits is None else grad_logits[:, rows]
-        steps.weight_gradients(total, products, weight, packed_masks, grad_weight[rows], logits)
-    elif grad_logits is not None:
-        products = _weight_products(scaled[:, 1 - first :], x)
-        steps.weight_gradients(None, products, weight, packed_masks, None, grad_logits[:, rows])
-
-
-def _weight_products(scaled: Tensor, x: Tensor) -> Tensor:
-    """Return scaled^T x, `[entries, out_features, in_features]`, for dt and b_i `[tokens, entries, out_features]`."""
-    _, entries, out_features = scaled.shape
-    return torch.mm(scaled.flatten(1).t(), x).view(entries, out_features, x.shape[1])
 
 
 def _stream(on: Tensor) -> int:

@@ -70,7 +70,8 @@ class Triton(Backend):
         if call.dtype is torch.float64:
             return Reason("the Triton kernels sum in float32, which is too narrow for float64", is_loss=False)
         if call.routing is not None:
-            return self._reason_of_experts(task, call)
+            problem = device_reason(call.device)
+            return None if problem is None else Reason(problem)
         if task != "forward":
             return Reason("the Triton kernels do not train a layer without experts", is_loss=False)
         weight_format = call.weight.format
@@ -92,23 +93,18 @@ class Triton(Backend):
         problem = device_reason(call.device, weight_format.dtype is torch.float8_e4m3fn)
         return None if problem is None else Reason(problem)
 
-    @staticmethod
-    def _reason_of_experts(task: Task, call: Call) -> Reason | None:
-        if task in ("forward", "down"):
-            return Reason("the Triton kernels do not run experts in inference", is_loss=False)
-        text = device_reason(call.device)
-        return None if text is None else Reason(text)
-
     def describe(self, task: Task, call: Call) -> Description:
-        return Description("the masks are applied on chip" if task == "forward" else "grouped products in Triton")
+        of_experts = call.routing is not None
+        return Description("grouped products in Triton" if of_experts else "the masks are applied on chip")
 
     def prepare(self, task: Task, call: Call, launch: Config | None = None) -> Prepared:
         """Import the kernels, which Triton compiles when they run. `launch` replaces the tuned configuration."""
         if task != "forward":
             return getattr(experts, {"train": "forward_train"}.get(task, task))
-        from .launch import launch as run
-
         shape = call.result_shape
+        if call.routing is not None:
+            return lambda given: torch.ops.aten._unsafe_view(experts.forward(given), shape)
+        from .launch import launch as run
 
         def prepared(given: Given) -> Tensor:
             return run(given.in_rows(), launch).view(shape)

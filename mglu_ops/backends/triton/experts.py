@@ -1,4 +1,4 @@
-"""A training step of experts by grouped products in Triton, for rows sorted by expert, in any dtype but float64.
+"""Experts by grouped products in Triton, for rows sorted by expert, in any dtype but float64.
 
 `backends/formula.py` has the formulas. Nothing waits for the GPU, and no shape depends on `offs`.
 """
@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import Tensor
 
+from ...formats import FORMATS
 from ...given import BackwardGiven, DownGiven, Given
 from ...routing import inverse_of, sort_pairs
-from .. import formula
-from ..formula import Products
+from .. import experts_down, formula
+from ..experts_down import sum_in_order
+from ..formula import Products, operand_dtype
 
 _LIBRARY_ARCHITECTURES = (9, 10)
 """Major compute capabilities on which torch's `grouped_mm` has a kernel for bfloat16 (torch 2.11 to 2.13). On other
@@ -83,37 +85,42 @@ def backward(given: BackwardGiven) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return grad_x, grad_weight, grad_logits, grad_mask_weights
 
 
+def forward(given: Given) -> Tensor:
+    """Run `mglu::experts_forward` or `mglu::grouped_forward`. Return `[rows, out_features]`."""
+    if given.offs is not None:
+        return _in_sorted_rows(given)
+    ids, weights = given.expert_ids, given.mask_weights
+    assert ids is not None
+    pairs, offs = sort_pairs(ids, given.weight.shape[0])
+    x, weights = given.x[pairs // ids.shape[1]], None if weights is None else weights[pairs]
+    return _in_sorted_rows(given._replace(x=x, mask_weights=weights, expert_ids=None, offs=offs))[inverse_of(pairs)]
+
+
+def _in_sorted_rows(given: Given) -> Tensor:
+    if 0 in (given.x.shape[0], given.out_features):
+        return given.x.new_zeros(given.x.shape[0], given.out_features)
+    assert given.offs is not None
+    products = GroupedProducts(given.offs, given.x.shape[0])
+    return formula.forward(given, products).masked_fill_(products.has_no_expert[:, None], 0)
+
+
+def down(given: DownGiven) -> Tensor:
+    """Run `mglu::experts_down`."""
+    y, weight, ids, expert_weights, scale, weight_format = given
+    (tokens, top_k, _), (experts, out_features, _) = y.shape, weight.shape
+    if not tokens or not out_features:
+        return y.new_zeros(tokens, out_features)
+    pairs, offs = sort_pairs(ids, experts)
+    products = GroupedProducts(offs, tokens * top_k)
+    weight = FORMATS[weight_format].dequantize(weight, scale, operand_dtype(y))
+    terms = products.project(y.flatten(0, 1)[pairs].to(weight.dtype), weight)
+    terms.mul_(expert_weights.view(-1, 1)[pairs]).masked_fill_(products.has_no_expert[:, None], 0)
+    return sum_in_order(terms[inverse_of(pairs)].view(tokens, top_k, out_features)).to(y.dtype)
+
+
 def down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
     """Run `mglu::experts_down_backward`."""
-    y, weight = given.y, given.weight
-    if y.numel() and weight.numel():
-        return _down_backward(grad_output, given, needs)
-    tensors = zip((y, weight, given.expert_weights), needs, strict=True)
-    return tuple(one.new_zeros(one.shape if is_needed else 0) for one, is_needed in tensors)  # type: ignore[return-value]
-
-
-def _down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    y, weight, ids, expert_weights, *_ = given
-    pairs, offs = sort_pairs(ids, weight.shape[0])
-    back, has_expert = inverse_of(pairs), (torch.arange(len(pairs), device=y.device) < offs[-1])[:, None]
-    rows, grad = y.flatten(0, 1)[pairs], grad_output[pairs // ids.shape[1]]
-    weights = expert_weights.view(-1, 1)[pairs].float()
-    grad_y, grad_weight, grad_expert_weights = y.new_empty(0), y.new_empty(0), expert_weights.new_empty(0)
-    if needs[0] or needs[2]:
-        products = product(grad, weight.contiguous(), offs)  # undefined in rows without an expert
-        if needs[0]:
-            grad_y = torch.where(has_expert, _times(products, weights), 0)[back].view(y.shape)
-        if needs[2]:
-            sums = (products.float() * rows).sum(-1, keepdim=True)
-            grad_expert_weights = torch.where(has_expert, sums, 0)[back].view(ids.shape).to(expert_weights.dtype)
-    if needs[1]:
-        grad_weight = product(_times(grad, weights).t(), rows, offs)
-    return grad_y, grad_weight, grad_expert_weights
-
-
-def _times(rows: Tensor, weights: Tensor) -> Tensor:
-    """`rows * weights` in the dtype of rows, rounded once, without an intermediate tensor in float32."""
-    return torch.mul(rows, weights, out=torch.empty_like(rows))
+    return experts_down.backward(product, grad_output, given._replace(weight=given.weight.contiguous()), needs)
 
 
 # --- Grouped products ------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The GEMMs of backward, whose left operand is grad_output times partials (csrc/cuda/backward_gemm.cu).
 
-`mglu_ops/backends/cuda/training.py` defines F_i and D_i.
+`mglu_ops/backends/gradients.py` defines F_i and D_i.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The elementwise kernels of a training step, before and after its GEMMs (csrc/cuda/training.md).
 
-`mglu_ops/backends/cuda/training.py` defines the symbols F_i, t, f_i, P, Q_i, R_i and D_i. Tensors are on the current
-device, in float16 or bfloat16 unless a docstring says otherwise. Kernels run on the current stream. A function with the
-name of a kernel runs the kernel. The function `prepare_<kernel>` returns a launch, which can run with all tensors that
-have the metadata of the function's arguments.
+`mglu_ops/backends/gradients.py` defines the symbols F_i, P, Q_i, R_i and D_i, and `../training.py` t and f_i. Tensors
+are on the current device, in float16 or bfloat16 unless a docstring says otherwise. Kernels run on the current stream.
+A function with the name of a kernel runs the kernel. The function `prepare_<kernel>` returns a launch, which can run
+with all tensors that have the metadata of the function's arguments.
 
 Every function raises:
     CompileError: NVRTC refused the kernel.
