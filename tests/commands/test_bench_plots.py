@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,16 @@ import pytest
 
 from benchmarks import suites
 from benchmarks.frames import load
-from benchmarks.records import read_table
-from tests.support.commands import frame_of, row
+from benchmarks.records import Row, read_table, write
+from tests.support.commands import row
+
+
+def frame_of(rows: Iterable[Row], folder: Path) -> Any:
+    """The pandas frame of the rows, after a round trip through files in `folder`."""
+    from benchmarks import frames
+
+    write(rows, folder, "rows", "by the clock")
+    return frames.load(folder, "rows")
 
 
 @pytest.fixture

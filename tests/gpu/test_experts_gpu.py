@@ -29,7 +29,7 @@ from mglu_ops.formats import FORMATS
 from mglu_ops.given import Given
 from mglu_ops.routing import sort_pairs
 from tests.support.budgets import BUDGET, relative_error
-from tests.support.calls import Problem, assert_follows_producers, without_waiting
+from tests.support.calls import Problem, without_waiting
 from tests.support.layers import (
     DTYPES,
     LOADS,
@@ -52,6 +52,23 @@ HALVES = (torch.float16, BF16)
 Choose = Callable[..., Any]
 
 both_routings = pytest.mark.parametrize("routing", ["ids", "offs"])
+
+
+def assert_follows_producers(run: Callable[[Given], Tensor], given: Given) -> None:
+    """Write ids, x or W just before each call.
+
+    A kernel launched programmatically may start before the writes end. It must not read the old values.
+    """
+    expected = run(given)
+    kept = {name: getattr(given, name).clone() for name in ("x", "weight", "expert_ids")}
+    for last in kept:
+        for _ in range(20):
+            for name in kept:
+                getattr(given, name).zero_()
+            run(given)
+            for name in sorted(kept, key=last.__eq__):
+                getattr(given, name).copy_(kept[name])
+            assert torch.equal(run(given), expected)
 
 
 def experts(tokens: int, d: int, h: int, n_masks: int = 3, dtype: torch.dtype = BF16, **options: Any) -> Problem:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +29,16 @@ from mglu_ops.nn import (
 )
 from mglu_ops.parallel import ColwiseMGLU, shard_placement_fn
 from tests.support.budgets import assert_matches
-from tests.support.modules import KINDS, each_kind, layer_of, learned_or_fixed, pair, results, saved_and_loaded
+from tests.support.modules import KINDS, each_kind, layer_of, learned_or_fixed, pair, results
 
 STORED = [name for name in FORMATS if name != "dense"]
+
+
+def saved_and_loaded(value: Any, **options: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **options)
 
 
 # --- Freezing and quantizing ------------------------------------------------------------------------------------------

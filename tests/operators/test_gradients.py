@@ -18,10 +18,16 @@ from mglu_ops.backends import reference
 from tests.support import layers as s
 from tests.support.budgets import assert_matches
 from tests.support.families import family
-from tests.support.layers import DTYPES, LOADS, Layer, make_layer, straight_through
+from tests.support.layers import DTYPES, LOADS, Layer, make_layer
 
 forward, forward_ste = torch.ops.mglu.forward, torch.ops.mglu.forward_ste
 NAMES = ("x", "weight", "logits", "mask_weights")
+
+
+def straight_through(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """`logits > 0` in `dtype`, with the gradient of the identity."""
+    hard = (logits > 0).to(dtype)
+    return hard + (logits - logits.detach()).to(dtype)
 
 
 def leaves(layer: Layer, *wanted: str) -> dict[str, Tensor | None]:

@@ -6,11 +6,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import Row, write
+from benchmarks.records import Row
 
 ROOT = Path(__file__).parents[2]
 BUILT = ROOT / "build" / "tests"
@@ -64,11 +64,3 @@ def row(variant: str, microseconds: float, n_masks: int = 1, tokens: int = 1, **
         "error": 1e-3,
     }
     return Row(variant=variant, microseconds=microseconds, n_masks=n_masks, tokens=tokens, **{**fields, **changes})
-
-
-def frame_of(rows: Iterable[Row], folder: Path) -> Any:
-    """The pandas frame of the rows, after a round trip through files in `folder`."""
-    from benchmarks import frames
-
-    write(rows, folder, "rows", "by the clock")
-    return frames.load(folder, "rows")

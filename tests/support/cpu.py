@@ -15,14 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cpu import build, library
-from mglu_ops.call import Call
-from mglu_ops.given import Given
-from tests.support.budgets import assert_matches
 from tests.support.calls import run_on
 from tests.support.layers import Layer
-from tests.support.training_steps import exact_partials, products_of
 
 EMULATION = Path(__file__).parents[1] / "cpu" / "cpu_avx512_emulation.h"
 needs_compiler = pytest.mark.skipif(
@@ -83,29 +78,3 @@ def emulated_library() -> library.Library:
 
 def run(layer: Layer, isa: str = "best") -> Tensor:
     return run_on("cpu", layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights, launch=isa)
-
-
-def run_stored(given: Given, isa: str) -> Tensor:
-    """The CPU backend's result for arguments with a weight in any format."""
-    return BACKENDS["cpu"].prepare("forward", Call.of(given), isa)(given)
-
-
-def forward_train(layer: Layer, isa: str | None = None) -> tuple[Tensor, Tensor]:
-    """The result and the partial derivatives of a layer with x `[tokens, in_features]`."""
-    given = Given(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights)
-    return BACKENDS["cpu"].prepare("train", Call.of(given), isa)(given)
-
-
-def assert_right(layer: Layer, isa: str | None, what: str) -> None:
-    """Assert that the results in inference and training, and all partial derivatives, are within the budget."""
-    products = products_of(layer.x, layer.weight, layer.masks)
-    exact, exact_entries = exact_partials(products, layer.activation, layer.mask_weights)
-    assert_matches(run(layer, isa or "best"), exact, what=what)
-    y, partials = forward_train(layer, isa)
-    assert y.dtype is partials.dtype is layer.x.dtype
-    assert y.is_contiguous()
-    assert partials.is_contiguous()
-    assert_matches(y, exact, what=f"{what} in training")
-    assert partials.shape == exact_entries.shape
-    for entry in range(partials.shape[1]):
-        assert_matches(partials[:, entry], exact_entries[:, entry], what=f"{what}, {entry=}")

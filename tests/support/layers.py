@@ -312,12 +312,6 @@ def naive(
     return result
 
 
-def straight_through(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """`logits > 0` in `dtype`, with the gradient of the identity."""
-    hard = (logits > 0).to(dtype)
-    return hard + (logits - logits.detach()).to(dtype)
-
-
 def assert_within_condition(result: Tensor, layer: Layer) -> None:
     """Assert that each element is within the budget, relative to the sum of the absolute values of all terms.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -195,10 +194,3 @@ def layer_of(layer: nn.Module, expert: int, kind: type[nn.Module] = MGLU) -> nn.
     state = layer.state_dict()
     one.load_state_dict({name: t if name.startswith("router") else t[expert] for name, t in state.items()})
     return one
-
-
-def saved_and_loaded(value: Any, **options: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, **options)

@@ -16,17 +16,6 @@ import torch.multiprocessing
 
 RANKS = 2
 
-GPU_BACKENDS = [
-    pytest.param(
-        "nccl",
-        marks=pytest.mark.skipif(
-            torch.cuda.device_count() < RANKS or not dist.is_nccl_available(), reason="needs two CUDA GPUs and NCCL"
-        ),
-    ),
-    "gloo",
-]
-"""Backends for ranks with tensors on GPUs. With NCCL, each rank needs its own GPU. With gloo, all ranks share one."""
-
 
 def run_on_ranks(
     check: Callable[..., None], folder: Path, *args: Any, backend: str = "gloo", ranks: int = RANKS
