@@ -23,11 +23,7 @@ from tests.support.calls import run_on
 from tests.support.layers import DTYPES, ROUTINGS, assert_within_condition, make_layer
 
 forward = torch.ops.mglu.forward
-
-
 NARROW = (torch.float32, torch.float16, torch.bfloat16)
-
-
 RUNS = {
     "op": None,
     "cpu": partial(dispatch.forward, backend="cpu"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,18 +168,20 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 learned_or_fixed = pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
 
 
-def pair(*args: Any, seed: int = 0, **options: Any) -> list[nn.Module]:
-    """An MGLUExperts and a NaiveMGLUExperts with the same parameters, drawn from one seed."""
+def pair(*args: Any, kinds: Sequence[type[nn.Module]] = KINDS, seed: int = 0, **options: Any) -> list[nn.Module]:
+    """Layers of each kind, such as MGLUExperts and NaiveMGLUExperts, with the same parameters, drawn from one seed."""
     layers = []
-    for kind in KINDS:
+    for kind in kinds:
         torch.manual_seed(seed)
         layers.append(kind(*args, **options))
     return layers
 
 
-def results(layer: nn.Module, x: Tensor, ids: Tensor, grad: Tensor) -> dict[str, Tensor]:
+def results(layer: nn.Module, x: Tensor, *ids_and_grad: Tensor) -> dict[str, Tensor]:
+    """The result `y` for x (and ids, if the layer has experts), and the gradients of x and the parameters."""
+    *ids, grad = ids_and_grad
     x = x.detach().clone().requires_grad_()
-    y = layer(x, ids)
+    y = layer(x, *ids)
     named = {name: parameter for name, parameter in layer.named_parameters() if parameter.requires_grad}
     grads = torch.autograd.grad(y, [x, *named.values()], grad)
     return {"y": y.detach(), "x": grads[0]} | dict(zip(named, grads[1:], strict=True))
