@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.baselines import NAIVE_ON_CPU
-from benchmarks.decode import swiglu_variants
+from benchmarks.baselines import NAIVE_ON_CPU, swiglu_variants
 from benchmarks.harness import Variant, relative_error
 from benchmarks.layers import Layers, all_masks, mglu
 from benchmarks.records import environment, parser_of, write_table

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ SETTLED_PROTOCOL = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Variant:
     """A function to time. `run(i)` computes layer i and returns the output, or None if there is nothing to check."""
 
@@ -35,6 +35,8 @@ class Variant:
     layers: int
     oracle: Callable[[int], Tensor] | None = None
     """`oracle(i)` is the float64 result of layer i. A variant that computes nothing has no oracle."""
+    extra: dict[str, object] = field(default_factory=dict)
+    """Further columns of the variant's row."""
 
 
 class Timing(NamedTuple):
@@ -111,14 +113,10 @@ def capture(variant: Variant) -> Captured:
 
 def measure(
     variants: Sequence[Variant], dtype: torch.dtype, rounds: int = ROUNDS, settle_seconds: float = 0.0
-) -> dict[str, Timing]:
-    """Check variants against the error budget of `dtype`, and time them together with `time_graphs`.
-
-    Returns:
-        The timing of each variant, by name.
-    """
+) -> dict[Variant, Timing]:
+    """Check variants against the error budget of `dtype`, and time them together with `time_graphs`."""
     captured = [capture(variant) for variant in variants]
     for one in captured:
         one.check(dtype)
     time_graphs(captured, rounds, settle_seconds)
-    return {one.variant.name: one.timing() for one in captured}
+    return {one.variant: one.timing() for one in captured}

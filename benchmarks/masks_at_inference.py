@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +13,14 @@ from torch import Tensor
 
 import mglu_ops
 from benchmarks.harness import relative_error
-from benchmarks.records import Row, measure
+from benchmarks.records import Row
 from benchmarks.timing import gpu_microseconds
 from compile_passes.backend import mglu
 from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.nn import NaiveMGLU
 
 SHAPE = (14336, 4096)
+MASKS = (1, 4, 8)
 DTYPE = torch.float16
 PROTOCOL = (
     "one token, logits in the dtype of the weights, one layer larger than the caches, one call of the compiled model "
@@ -67,7 +67,7 @@ def times_of(model: NaiveMGLU, x: Tensor, way: Way, rounds: int) -> tuple[list[f
 
 
 @torch.no_grad()
-def bench(n_masks: int, rounds: int) -> list[Row]:
+def bench(n_masks: int, rounds: int = 30) -> list[Row]:
     """Measure one number of masks in every way."""
     (d, h), rows = SHAPE, []
     naive = NaiveMGLU(h, d, n_masks=n_masks).to("cuda", DTYPE).eval()
@@ -80,8 +80,3 @@ def bench(n_masks: int, rounds: int) -> list[Row]:
         options: dict[str, Any] = {"error": error, "budget": ERROR_BUDGET[DTYPE], "extra": {"packed": way.packed}}
         rows.append(Row.of_times(*problem, times, dtype=DTYPE, **options))
     return rows
-
-
-def run(out: Path, masks: Sequence[int] = (1, 4, 8), rounds: int = 30) -> list[Row]:
-    """Measure several numbers of masks, and write `masks_at_inference_cuda.csv` into a folder."""
-    return measure(masks, partial(bench, rounds=rounds), out, "masks_at_inference_cuda", PROTOCOL)

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mglu_ops
-from benchmarks.baselines import swiglu
+from benchmarks.layers import swiglu
 from benchmarks.records import Row, measure
 from benchmarks.timing import wall_microseconds
 

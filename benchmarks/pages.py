@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks import frames, jobs, summary, tables, tables_train  # noqa: F401 (imports that register tables)
+from benchmarks import frames, jobs, summary, tables  # noqa: F401 (importing `tables` registers its tables)
 from benchmarks.learning import comparisons, formats
 from benchmarks.learning import tables as learning
 

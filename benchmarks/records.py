@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.timing import summarise
+from benchmarks.timing import release, summarise
 
 COMMENT = "# "
 
@@ -213,7 +213,7 @@ def measure(
     protocol: str,
     resume: bool = False,
 ) -> list[Row]:
-    """Measure the problems in turn, each with `bench`.
+    """Measure the problems in turn, each with `bench`, and write `<name>.csv` into the folder `out`.
 
     After each problem, its rows are printed and all rows so far are written, so a command that is stopped loses little.
     With `resume`, the rows of an existing `<name>.csv` are kept, and problems whose `is_in(rows)` is true are skipped.
@@ -226,6 +226,7 @@ def measure(
     """
     rows = read(out, name) if resume else []
     facts = environment(protocol)
+    torch.manual_seed(0)
     if rows:
         earlier = read_table(out / f"{name}.csv")[0]
         for fact, value in facts.items():
@@ -239,6 +240,7 @@ def measure(
         if resume and problem.is_in(rows):
             continue
         print(f"{problem}: {i + 1} of {len(problems)}", flush=True)
+        release()
         found = bench(problem)
         print(*found, sep="\n", flush=True)
         rows = list({row.key: row for row in [*rows, *found]}.values())

@@ -15,35 +15,14 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import (
-    activations,
-    decode,
-    decode_model,
-    experts,
-    masks_at_inference,
-    overheads,
-    train,
-    train_experts,
-    train_model,
-)
-from benchmarks.decode import BASELINES, SHAPES, Sweep
-from benchmarks.records import Row, version
-from mglu_ops.formats import FORMATS
+from benchmarks import activations, decode, decode_model, masks_at_inference, overheads, train, train_model
+from benchmarks.decode import SWEEPS
+from benchmarks.harness import PROTOCOL
+from benchmarks.records import Row, measure, version
 
 RESULTS = Path(__file__).parent / "results"
-ONE_TO_8192 = tuple(2**i for i in range(14))
 QUICK_ROUNDS = 3
 GPU, PANDAS = ("cuda-core",), ("pandas",)
-
-MODELS = {
-    (8192, 2048): "Llama-3.2 1B",
-    (8192, 3072): "Llama-3.2 3B",
-    (14336, 4096): "Llama-3.1 8B, Mistral 7B",
-    (28672, 8192): "Llama-3.1 70B",
-    (9728, 2560): "Qwen3 4B",
-    (25600, 5120): "Qwen3 32B",
-}
-"""`(intermediate, hidden)` of feed-forward layers, and the models that have them."""
 
 
 class SuiteError(ValueError):
@@ -66,16 +45,27 @@ class Suite(NamedTuple):
     needs: tuple[str, ...] = GPU
 
 
-def _sweep(name: str, about: str, sweep: Sweep) -> dict[str, Suite]:
-    """The suite that measures a sweep into `<name>.csv`."""
-    quick = partial(decode.run, sweep.quick(), name=name, rounds=QUICK_ROUNDS)
-    return {name: Suite(about, partial(decode.run, sweep, name=name), quick)}
+def _sweep(name: str, about: str) -> dict[str, Suite]:
+    """The suite that measures `SWEEPS[name]` into `<name>.csv`."""
+    quick = partial(decode.run, SWEEPS[name].quick(), name=name, rounds=QUICK_ROUNDS)
+    return {name: Suite(about, partial(decode.run, SWEEPS[name], name=name), quick)}
 
 
-def _experts(name: str, about: str) -> dict[str, Suite]:
-    """The suite that measures a table of experts into `<name>.csv`."""
-    quick = partial(experts.run, experts.quick(name), name=name, rounds=QUICK_ROUNDS)
-    return {name: Suite(about, partial(experts.run, experts.PROBLEMS[name], name=name), quick)}
+def _measured(
+    result: str,
+    about: str,
+    bench: Callable[..., list[Row]],
+    protocol: str,
+    problems: Sequence[object],
+    small: Sequence[object],
+) -> Suite:
+    """The suite that measures problems into `<result>.csv`; `small` are the problems of a quick check."""
+    quick = partial(bench, rounds=QUICK_ROUNDS)
+    return Suite(
+        about,
+        partial(measure, problems, bench, name=result, protocol=protocol),
+        partial(measure, small, quick, name=result, protocol=protocol),
+    )
 
 
 def _tables(out: Path) -> Sequence[Row]:
@@ -99,75 +89,72 @@ def _plots(out: Path) -> Sequence[Row]:
 
 
 SUITES = {
-    **_sweep(
-        "one_token",
-        "one token, float16: every backend, the naive layer and SwiGLU in all their forms",
-        Sweep(dtype=torch.float16, baselines=BASELINES),
-    ),
-    **_sweep(
-        "sustained",
-        "one token, bfloat16, under sustained load: our kernels, and SwiGLU in all its forms",
-        Sweep(masks=(1, 4, 8, 16), baselines=("swiglu",), shapes={SHAPES[0]: "decode"}, settle_seconds=0.8),
-    ),
-    **_sweep(
-        "tokens",
-        "1 to 8192 tokens: our kernels against the floor",
-        Sweep(tokens=ONE_TO_8192, masks=(1, 4, 8, 16), baselines=("triton",)),
-    ),
-    **_sweep(
-        "routes",
-        "1 to 8192 tokens: the dispatch against every other backend, the naive layer and SwiGLU",
-        Sweep(ONE_TO_8192, (1, 4), baselines=BASELINES, shapes={SHAPES[1]: "decode"}, tuned_at=(1, 8192)),
-    ),
-    **_sweep(
-        "formats",
-        "1 to 16 tokens, bfloat16, weights in 8 and 4 bits: our kernels, and SwiGLU with such weights",
-        Sweep((1, 8, 16), (1, 2, 4, 8), baselines=("swiglu",), weight_formats=tuple(FORMATS)[1:]),
-    ),
-    **_sweep(
-        "models",
-        "one token, bfloat16: the layers of current models",
-        Sweep(masks=(1, 4, 8), baselines=("swiglu",), shapes=MODELS),
-    ),
-    "activations": Suite(
+    **_sweep("one_token", "one token, float16: every backend, the naive layer and SwiGLU in all their forms"),
+    **_sweep("sustained", "one token, bfloat16, under sustained load: our kernels, and SwiGLU in all its forms"),
+    **_sweep("tokens", "1 to 8192 tokens: our kernels against the floor"),
+    **_sweep("routes", "1 to 8192 tokens: the dispatch against every other backend, the naive layer and SwiGLU"),
+    **_sweep("formats", "1 to 16 tokens, bfloat16, weights in 8 and 4 bits: our kernels, and SwiGLU with such weights"),
+    **_sweep("models", "one token, bfloat16: the layers of current models"),
+    "activations": _measured(
+        "activations",
         "1 to 8192 tokens, x and weights in fp8: our kernels, and the library's products",
-        activations.run,
-        partial(activations.run, rounds=QUICK_ROUNDS, only=slice(1)),
+        activations.bench,
+        PROTOCOL,
+        activations.PROBLEMS,
+        activations.PROBLEMS[:1],
     ),
-    **_experts(
+    **_sweep(
         "experts", "1 to 1024 tokens through experts, first half, bfloat16: our operator, and SwiGLU in its forms"
     ),
-    **_experts("experts_fp8", "the same with weights in fp8"),
-    **_experts("experts_layer", "the same in bfloat16 with the second half: time and launches"),
-    "decode_model": Suite(
+    **_sweep("experts_fp8", "the same with weights in fp8"),
+    **_sweep("experts_layer", "the same in bfloat16 with the second half: time and launches"),
+    "decode_model": _measured(
+        "decode_model",
         "tokens a second of a whole model, with SwiGLU and with SwiMGLU",
-        partial(decode_model.run, decode_model.IN_BFLOAT16),
-        partial(decode_model.run, [decode_model.SMALL], rounds=QUICK_ROUNDS),
+        decode_model.bench,
+        decode_model.PROTOCOL,
+        decode_model.PROBLEMS["decode_model"],
+        [decode_model.SMALL],
     ),
-    "decode_model_fp8": Suite(
+    "decode_model_fp8": _measured(
+        "decode_model_fp8",
         "the same with weights in fp8, for one and for 8 sequences",
-        partial(decode_model.run, decode_model.IN_FP8),
-        partial(decode_model.run, [replace(decode_model.SMALL, fp8=True)], rounds=QUICK_ROUNDS),
+        decode_model.bench,
+        decode_model.PROTOCOL,
+        decode_model.PROBLEMS["decode_model_fp8"],
+        [replace(decode_model.SMALL, fp8=True)],
     ),
-    "train": Suite(
+    "train": _measured(
+        "train",
         "a training step of a layer, in every form: time, peak memory and errors",
-        partial(train.run, train.problems()),
-        partial(train.run, [train.Problem(train.SHAPES[0], 64, n_masks=1)], rounds=QUICK_ROUNDS),
+        train.bench,
+        train.PROTOCOL,
+        train.layer_problems(),
+        train.layer_problems(train.SHAPES[:1], (64,), (1,)),
     ),
-    "train_experts": Suite(
+    "train_experts": _measured(
+        "train_experts",
         "a training step of experts on sorted rows, in every form: time, peak memory and errors",
-        partial(train_experts.run, train_experts.problems()),
-        partial(train_experts.run, [train_experts.Problem("gpt-oss", "zipf", 1, tokens=64)], rounds=QUICK_ROUNDS),
+        train.bench,
+        train.EXPERTS_PROTOCOL,
+        train.expert_problems(),
+        [replace(train.expert_problems()[-1], tokens=64, n_masks=1)],
     ),
-    "train_model": Suite(
+    "train_model": _measured(
+        "train_model",
         "a training step of whole models, with SwiGLU and with SwiMGLU",
-        partial(train_model.run, train_model.PROBLEMS),
-        partial(train_model.run, [train_model.SMALL], rounds=QUICK_ROUNDS),
+        train_model.bench,
+        train_model.PROTOCOL,
+        train_model.PROBLEMS,
+        [train_model.SMALL],
     ),
-    "masks_at_inference": Suite(
+    "masks_at_inference": _measured(
+        "masks_at_inference_cuda",
         "what packing the masks costs at inference, by when it is done",
-        masks_at_inference.run,
-        partial(masks_at_inference.run, masks=(1,), rounds=QUICK_ROUNDS),
+        masks_at_inference.bench,
+        masks_at_inference.PROTOCOL,
+        masks_at_inference.MASKS,
+        masks_at_inference.MASKS[:1],
     ),
     "overheads": Suite(
         "host time per call, and the first call of a kernel in a process",

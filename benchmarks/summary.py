@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.frames import duration, fastest, load, many, markdown
-from benchmarks.train_layers import FUSED, NAIVE, OPERATOR
+from benchmarks.train import FUSED, NAIVE, OPERATOR
 
 MASKS = (1, 4, 8, 16)
 LARGE, SMALL = "14336 x 4096", "8192 x 2048"

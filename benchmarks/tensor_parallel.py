@@ -29,10 +29,10 @@ from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_modul
 
 import mglu_ops
 from benchmarks.harness import Variant, capture, relative_error
+from benchmarks.layers import MODELS, Model
 from benchmarks.records import Row, parser_of, write
 from benchmarks.timing import clock_of, under_load
 from benchmarks.train import shape_of
-from benchmarks.train_experts import MODELS, Model
 from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.nn import MGLUExpertsFeedForward, MGLUFeedForward
 from mglu_ops.parallel import ColwiseMGLU, ParallelExperts

@@ -79,7 +79,7 @@ def test_one_token(benchmark: Any, problem: Problem) -> None:
     assert ours.fraction_of_ceiling > 0.7, ours
     benchmark.extra_info.update(microseconds=ours.microseconds, fraction_of_ceiling=ours.fraction_of_ceiling)
 
-    (variant,) = our_variants(Layers(*problem.shape, problem.n_masks, 1, problem.dtype), ())
+    (variant,) = our_variants(Layers(*problem.shape, problem.masks[0], 1, problem.dtype), ())
     graph = capture(variant).graph
 
     def replay() -> None:

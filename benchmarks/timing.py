@@ -172,8 +172,7 @@ def peak(call: Callable[[], object], device: str) -> float:
     return torch.cuda.max_memory_allocated() / 1e6
 
 
-def release(device: str) -> None:
-    """Release cached memory to the device, so that a problem does not fragment memory for the next one."""
+def release() -> None:
+    """Release a GPU's cached memory, so that a problem does not fragment memory for the next one."""
     gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # does nothing before the first use of a GPU

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -160,7 +159,7 @@ def trainings(problem: Problem, device: str) -> tuple[dict[str, Training], dict[
     shared = optimizer(naive)
     pair = {"naive": training(naive, shared), "fused": training(fused, shared)}
     error = distance(pair["fused"].gradients(), pair["naive"].gradients())
-    release(device)
+    release()
     for name, one in pair.items():
         add(name, one, held)
     return found, columns, float(f"{error:.3g}")
@@ -170,9 +169,8 @@ def bench(
     problem: Problem, device: str = "cuda", rounds: int = SETTLED_ROUNDS, load: float = LOAD_SECONDS
 ) -> list[Row]:
     """Measure one problem, and return a row for each model. `bench` in benchmarks/train.py describes the arguments."""
-    release(device)
     found, columns, distance = trainings(problem, device)
-    release(device)
+    release()
     times = under_load({name: training.step for name, training in found.items()}, clock_of(device), rounds, load)
     sizes, batch = problem.model
     size = batch * sizes.context, (sizes.intermediate, sizes.hidden), problem.n_masks
@@ -188,12 +186,6 @@ def bench(
     ]
 
 
-def run(problems: Sequence[Problem], out: Path, rounds: int = SETTLED_ROUNDS, resume: bool = False) -> list[Row]:
-    """Measure problems, and write `train_model.csv` into a folder."""
-    torch.manual_seed(0)
-    return measure(problems, lambda one: bench(one, rounds=rounds), out, "train_model", PROTOCOL, resume)
-
-
 if __name__ == "__main__":
     options = parser_of(__doc__, resume=True).parse_args()
-    run(PROBLEMS, options.out, resume=options.resume)
+    measure(PROBLEMS, bench, options.out, "train_model", PROTOCOL, options.resume)

@@ -82,7 +82,7 @@ def test_sweep_measures_each_problem_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     calls: list[tuple[Any, ...]] = []
 
     def measured(one: decode.Problem, rounds: int) -> list[Row]:
-        (d, h), n_masks, tokens, case = one.shape, one.n_masks, one.tokens, one.case
+        (d, h), (n_masks,), tokens, case = one.shape, one.masks, one.tokens, one.case
         assert one.settle_seconds == 0.25
         calls.append((d, h, n_masks, tokens, one.baselines, one.tuned, case))
         assert one.weight_format == (case if case == "fp8_row" else "dense")
