@@ -12,10 +12,9 @@ from torch import Tensor
 
 from benchmarks.baselines import quantized_swiglu_variants
 from benchmarks.decode import SHAPES
-from benchmarks.harness import Variant, measure
 from benchmarks.layers import Layers
-from benchmarks.records import Row
-from benchmarks.timing import ROUNDS, SETTLE_SECONDS
+from benchmarks.records import Result, Row
+from benchmarks.timing import PROTOCOL, ROUNDS, SETTLE_SECONDS, Variant, measure
 from mglu_ops import dispatch
 from mglu_ops.formats import quantize_activation, round_activation
 
@@ -76,3 +75,6 @@ def _gemm(layers: Layers, fast: bool) -> Variant:
         return (stored.double() * scale.double()) @ layers.weight(i, torch.float64).t()
 
     return Variant("fp8 GEMM" + (", fast accumulation" if fast else ""), run, layers.count, oracle)
+
+
+RESULT = Result("activations", PROBLEMS, PROBLEMS[:1], bench, PROTOCOL)

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.harness import Variant
 from benchmarks.layers import ExpertLayers, Layers, all_masks, in_fp8_tokens, swiglu
+from benchmarks.timing import Variant
 from mglu_ops.formats import WeightFormat
 from mglu_ops.nn import NaiveMGLU
 from mglu_ops.sizes import ceil_div

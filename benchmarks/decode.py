@@ -1,10 +1,8 @@
 """Times MGLU's kernels, lower bounds (`ceiling`), the naive layer and SwiGLU in one run, for layers and for experts.
 
 python -m benchmarks.decode --out DIR [--tokens 1 2 4 ... 8192] [--n-masks 1 2 4 8 16]
-timeout 580 python -m benchmarks.decode experts_layer --out DIR [--resume]
 
-The first command takes any dense layer, and the second one a suite of `SWEEPS`. `python -m mglu_ops bench` measures all
-of them.
+This command takes any problem without experts; `python -m mglu_ops bench` measures the problems of the committed tables.
 """
 
 from __future__ import annotations
@@ -14,7 +12,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +19,6 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import records
 from benchmarks.baselines import (
     TRITON,
     expert_swiglu_variants,
@@ -40,10 +36,9 @@ from benchmarks.ceiling import (
     gemm,
     reader,
 )
-from benchmarks.harness import PROTOCOL, SETTLED_PROTOCOL, Timing, Variant, measure
 from benchmarks.layers import MODELS, ROUTINGS, ExpertLayers, Layers, Model
-from benchmarks.records import Row, parser_of
-from benchmarks.timing import ROUNDS, SETTLE_SECONDS, first_call
+from benchmarks.records import Result, Row, parser_of
+from benchmarks.timing import PROTOCOL, ROUNDS, SETTLE_SECONDS, SETTLED_PROTOCOL, Timing, Variant, first_call, measure
 from mglu_ops import dispatch
 from mglu_ops.formats import FORMATS
 
@@ -74,7 +69,7 @@ class Problem:
         baselines: members of `BASELINES` to measure besides the read ceiling, the chosen backend and `cuda`. Experts
             are only compared with SwiGLU.
         tuned: also measure the naive layer and SwiGLU in the modes of torch.compile that take long to compile.
-        settle_seconds: passed to `harness.measure`. It is at least `SETTLE_SECONDS` if more than
+        settle_seconds: passed to `timing.measure`. It is at least `SETTLE_SECONDS` if more than
             `MAX_SEPARATE_GEMM_TOKENS` tokens multiply a weight.
         routing: how tokens choose experts, one of `layers.ROUTINGS`; None for a layer without experts.
         model: the sizes of the experts; None without `routing`.
@@ -284,12 +279,14 @@ class Sweep:
     routings: tuple[str | None, ...] = (None,)
     whole: bool = False
 
-    @property
-    def protocol(self) -> str:
+    def result(self, name: str, rounds: int = ROUNDS) -> Result:
+        """The result `<name>.csv`, which has these problems."""
+        protocol, seconds = PROTOCOL, 2 * self.settle_seconds
         if self.routings[0] is not None:
-            return EXPERTS_PROTOCOL
-        seconds = 2 * self.settle_seconds
-        return SETTLED_PROTOCOL.format(seconds=seconds) if seconds else PROTOCOL
+            protocol = EXPERTS_PROTOCOL
+        elif seconds:
+            protocol = SETTLED_PROTOCOL.format(seconds=seconds)
+        return Result(name, self.problems(), self.quick().problems(), partial(bench, rounds=rounds), protocol)
 
     def quick(self) -> Sweep:
         """A sweep of one small problem, for a quick check."""
@@ -346,17 +343,11 @@ SWEEPS = {
     "experts_fp8": replace(EXPERTS, weight_formats=("fp8_row",)),
     "experts_layer": replace(EXPERTS, whole=True),
 }
-"""Name of a suite and of its result -> its problems."""
-
-
-def run(sweep: Sweep, out: Path, name: str, rounds: int = ROUNDS, resume: bool = False) -> list[Row]:
-    """Measure a sweep, and write `<name>.csv` into a folder."""
-    return records.measure(sweep.problems(), partial(bench, rounds=rounds), out, name, sweep.protocol, resume)
+"""Name of a result -> its problems."""
 
 
 def main() -> None:
-    parser = parser_of(__doc__, resume=True)
-    parser.add_argument("suite", nargs="?", choices=SWEEPS, help="measure this suite, whatever else the options say")
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1])
     parser.add_argument("--n-masks", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="float16")
@@ -372,8 +363,7 @@ def main() -> None:
         shapes={SHAPES[i]: "decode" for i in arguments.shapes},
         tuned_at=tuple(arguments.tokens),
     )
-    name = arguments.suite or "decode"
-    run(SWEEPS.get(name, sweep), arguments.out, name, arguments.rounds, arguments.resume)
+    sweep.result("decode", arguments.rounds).run(arguments.out)
 
 
 if __name__ == "__main__":

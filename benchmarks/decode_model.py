@@ -1,15 +1,11 @@
 """Times a decoding step (one token per sequence) of whole models of Llama's shapes, with SwiGLU and with SwiMGLU.
 
-python -m benchmarks.decode_model --out DIR [--fp8] [--resume]
-
 The models have random weights in bfloat16 and a static cache, and decode greedily. torch.compile compiles three parts:
 the start (the embedding), one block for all blocks, and the head. A whole step is one CUDA graph, which passes its
 tokens to the next step. The logits are compared with float64 for the same tokens: their error may be at most
 `ERROR_OVER_EAGER` times the error of the model in eager mode.
 
-`--resume` works as in benchmarks/train.py.
-
-With `--fp8`, all linear layers except the head have fp8 weights with a scale per row. MGLU uses `mglu_ops.quantize`.
+In fp8, all linear layers except the head have weights with a scale per row. MGLU uses `mglu_ops.quantize`.
 All other layers, and SwiGLU, run in the fastest way that plain torch has (`Fp8Linear`).
 """
 
@@ -17,7 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
@@ -29,9 +25,8 @@ import mglu_ops
 from benchmarks.baselines import gated, row_scaled, row_scaled_swiglu, scaled_mm
 from benchmarks.ceiling import reader
 from benchmarks.decoder import Decoder, Projection, Sizes, creating
-from benchmarks.harness import Captured, Variant, capture, relative_error
-from benchmarks.records import Row, measure, parser_of
-from benchmarks.timing import ROUNDS, time_graphs
+from benchmarks.records import Result, Row
+from benchmarks.timing import ROUNDS, Captured, Variant, capture, relative_error, time_graphs
 from mglu_ops.formats import FORMATS
 from mglu_ops.nn import GLU, MGLU
 
@@ -73,14 +68,11 @@ class Problem:
 
 SMALL = Problem(Sizes(layers=2, vocabulary=1024), masks=(0, 1))
 """A small problem for a quick check."""
-PROBLEMS = {
-    "decode_model": [
-        Problem(sizes, batch, compilations=3 if (sizes, batch) == (Sizes(), 1) else 1)
-        for sizes, batch in product(MODELS.values(), (1, 8, 32))
-    ],
-    "decode_model_fp8": [Problem(sizes, batch, fp8=True) for sizes, batch in product(MODELS.values(), (1, 8))],
-}
-"""Name of a suite and of its result -> its problems."""
+PROBLEMS = [
+    Problem(sizes, batch, compilations=3 if (sizes, batch) == (Sizes(), 1) else 1)
+    for sizes, batch in product(MODELS.values(), (1, 8, 32))
+]
+PROBLEMS_IN_FP8 = [Problem(sizes, batch, fp8=True) for sizes, batch in product(MODELS.values(), (1, 8))]
 
 
 class Fp8Linear(nn.Module):
@@ -258,9 +250,5 @@ def bench(problem: Problem, rounds: int = ROUNDS) -> list[Row]:
     return rows
 
 
-if __name__ == "__main__":
-    parser = parser_of(__doc__, resume=True)
-    parser.add_argument("--fp8", action="store_true", help="weights in fp8")
-    options = parser.parse_args()
-    name = "decode_model_fp8" if options.fp8 else "decode_model"
-    measure(PROBLEMS[name], bench, options.out, name, PROTOCOL, options.resume)
+IN_BFLOAT16 = Result("decode_model", PROBLEMS, [SMALL], bench, PROTOCOL)
+IN_FP8 = Result("decode_model_fp8", PROBLEMS_IN_FP8, [replace(SMALL, fp8=True)], bench, PROTOCOL)

@@ -12,15 +12,13 @@ import torch._inductor.config as inductor_config
 from torch import Tensor
 
 import mglu_ops
-from benchmarks.harness import relative_error
-from benchmarks.records import Row
-from benchmarks.timing import gpu_microseconds
+from benchmarks.records import Result, Row
+from benchmarks.timing import gpu_microseconds, relative_error
 from compile_passes.backend import mglu
 from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.nn import NaiveMGLU
 
 SHAPE = (14336, 4096)
-MASKS = (1, 4, 8)
 DTYPE = torch.float16
 PROTOCOL = (
     "one token, logits in the dtype of the weights, one layer larger than the caches, one call of the compiled model "
@@ -80,3 +78,6 @@ def bench(n_masks: int, rounds: int = 30) -> list[Row]:
         options: dict[str, Any] = {"error": error, "budget": ERROR_BUDGET[DTYPE], "extra": {"packed": way.packed}}
         rows.append(Row.of_times(*problem, times, dtype=DTYPE, **options))
     return rows
+
+
+RESULT = Result("masks_at_inference_cuda", (1, 4, 8), (1,), bench, PROTOCOL)

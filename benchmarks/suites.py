@@ -1,6 +1,9 @@
 """The suites that measure the results of a GPU, and the two that make tables and plots from results.
 
-`python -m mglu_ops bench` runs all of them; see `mglu_ops/bench.py` for its options.
+`python -m mglu_ops bench` runs all of them; see `mglu_ops/bench.py` for its options. The following command measures one
+suite and, with `--resume`, only those problems that the result in DIR lacks:
+
+python -m benchmarks.suites experts_layer --out DIR [--resume]
 """
 
 from __future__ import annotations
@@ -8,20 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from benchmarks import activations, decode, decode_model, masks_at_inference, overheads, train, train_model
+from benchmarks import activations, decode_model, masks_at_inference, overheads, train, train_model
 from benchmarks.decode import SWEEPS
-from benchmarks.harness import PROTOCOL
-from benchmarks.records import Row, measure, version
+from benchmarks.records import QUICK_ROUNDS, Result, Row, parser_of, version
 
 RESULTS = Path(__file__).parent / "results"
-QUICK_ROUNDS = 3
 GPU, PANDAS = ("cuda-core",), ("pandas",)
 
 
@@ -34,38 +34,25 @@ class Suite(NamedTuple):
 
     Attributes:
         about: what the suite shows, in a line.
-        run: takes the folder of the results, writes the suite's results into it, and returns the rows that it measured.
-        quick: like `run`, but only for a small problem. It checks that the suite works; its times mean little.
+        run: takes the folder of the results, writes the suite's results into it, and returns the rows that it measured. If
+            the suite measures, it also takes `resume`, as in `records.measure`.
+        quick: takes the folder too, and measures only a small problem. It checks that the suite works; its times mean
+            little.
         needs: the packages that the suite needs; `GPU` stands for a CUDA GPU and the package for its kernels.
     """
 
     about: str
-    run: Callable[[Path], Sequence[Row]]
+    run: Callable[..., Sequence[Row]]
     quick: Callable[[Path], Sequence[Row]]
     needs: tuple[str, ...] = GPU
 
 
+def _measuring(about: str, result: Result) -> Suite:
+    return Suite(about, result.run, result.check)
+
+
 def _sweep(name: str, about: str) -> dict[str, Suite]:
-    """The suite that measures `SWEEPS[name]` into `<name>.csv`."""
-    quick = partial(decode.run, SWEEPS[name].quick(), name=name, rounds=QUICK_ROUNDS)
-    return {name: Suite(about, partial(decode.run, SWEEPS[name], name=name), quick)}
-
-
-def _measured(
-    result: str,
-    about: str,
-    bench: Callable[..., list[Row]],
-    protocol: str,
-    problems: Sequence[object],
-    small: Sequence[object],
-) -> Suite:
-    """The suite that measures problems into `<result>.csv`; `small` are the problems of a quick check."""
-    quick = partial(bench, rounds=QUICK_ROUNDS)
-    return Suite(
-        about,
-        partial(measure, problems, bench, name=result, protocol=protocol),
-        partial(measure, small, quick, name=result, protocol=protocol),
-    )
+    return {name: _measuring(about, SWEEPS[name].result(name))}
 
 
 def _tables(out: Path) -> Sequence[Row]:
@@ -95,66 +82,25 @@ SUITES = {
     **_sweep("routes", "1 to 8192 tokens: the dispatch against every other backend, the naive layer and SwiGLU"),
     **_sweep("formats", "1 to 16 tokens, bfloat16, weights in 8 and 4 bits: our kernels, and SwiGLU with such weights"),
     **_sweep("models", "one token, bfloat16: the layers of current models"),
-    "activations": _measured(
-        "activations",
-        "1 to 8192 tokens, x and weights in fp8: our kernels, and the library's products",
-        activations.bench,
-        PROTOCOL,
-        activations.PROBLEMS,
-        activations.PROBLEMS[:1],
+    "activations": _measuring(
+        "1 to 8192 tokens, x and weights in fp8: our kernels, and the library's products", activations.RESULT
     ),
     **_sweep(
         "experts", "1 to 1024 tokens through experts, first half, bfloat16: our operator, and SwiGLU in its forms"
     ),
     **_sweep("experts_fp8", "the same with weights in fp8"),
     **_sweep("experts_layer", "the same in bfloat16 with the second half: time and launches"),
-    "decode_model": _measured(
-        "decode_model",
-        "tokens a second of a whole model, with SwiGLU and with SwiMGLU",
-        decode_model.bench,
-        decode_model.PROTOCOL,
-        decode_model.PROBLEMS["decode_model"],
-        [decode_model.SMALL],
+    "decode_model": _measuring(
+        "tokens a second of a whole model, with SwiGLU and with SwiMGLU", decode_model.IN_BFLOAT16
     ),
-    "decode_model_fp8": _measured(
-        "decode_model_fp8",
-        "the same with weights in fp8, for one and for 8 sequences",
-        decode_model.bench,
-        decode_model.PROTOCOL,
-        decode_model.PROBLEMS["decode_model_fp8"],
-        [replace(decode_model.SMALL, fp8=True)],
+    "decode_model_fp8": _measuring("the same with weights in fp8, for one and for 8 sequences", decode_model.IN_FP8),
+    "train": _measuring("a training step of a layer, in every form: time, peak memory and errors", train.LAYERS),
+    "train_experts": _measuring(
+        "a training step of experts on sorted rows, in every form: time, peak memory and errors", train.EXPERTS
     ),
-    "train": _measured(
-        "train",
-        "a training step of a layer, in every form: time, peak memory and errors",
-        train.bench,
-        train.PROTOCOL,
-        train.layer_problems(),
-        train.layer_problems(train.SHAPES[:1], (64,), (1,)),
-    ),
-    "train_experts": _measured(
-        "train_experts",
-        "a training step of experts on sorted rows, in every form: time, peak memory and errors",
-        train.bench,
-        train.EXPERTS_PROTOCOL,
-        train.expert_problems(),
-        [replace(train.expert_problems()[-1], tokens=64, n_masks=1)],
-    ),
-    "train_model": _measured(
-        "train_model",
-        "a training step of whole models, with SwiGLU and with SwiMGLU",
-        train_model.bench,
-        train_model.PROTOCOL,
-        train_model.PROBLEMS,
-        [train_model.SMALL],
-    ),
-    "masks_at_inference": _measured(
-        "masks_at_inference_cuda",
-        "what packing the masks costs at inference, by when it is done",
-        masks_at_inference.bench,
-        masks_at_inference.PROTOCOL,
-        masks_at_inference.MASKS,
-        masks_at_inference.MASKS[:1],
+    "train_model": _measuring("a training step of whole models, with SwiGLU and with SwiMGLU", train_model.RESULT),
+    "masks_at_inference": _measuring(
+        "what packing the masks costs at inference, by when it is done", masks_at_inference.RESULT
     ),
     "overheads": Suite(
         "host time per call, and the first call of a kernel in a process",
@@ -214,3 +160,15 @@ def run(names: Sequence[str], out: Path, quick: bool = False) -> int:
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
     print(*(f"WRONG: {row}\n" for row in wrong), sep="", end="")
     return len(wrong)
+
+
+def main() -> None:
+    parser = parser_of(__doc__, resume=True)
+    parser.add_argument("suite", choices=[name for name, suite in SUITES.items() if suite.needs == GPU])
+    options = parser.parse_args()
+    rows = SUITES[options.suite].run(options.out, resume=options.resume)
+    raise SystemExit(any(row.is_wrong for row in rows))
+
+
+if __name__ == "__main__":
+    main()

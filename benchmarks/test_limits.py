@@ -24,9 +24,9 @@ from benchmarks.compile_time import (
     time_of_pass,
 )
 from benchmarks.decode import Problem, Sweep, bench, our_variants
-from benchmarks.harness import capture
 from benchmarks.layers import Layers
 from benchmarks.ordinary_models import MASKED_LAYERS, STEPS
+from benchmarks.timing import capture
 
 MAX_SHARE_OF_COMPILATION = 0.02
 CASES = [

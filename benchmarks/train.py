@@ -1,16 +1,15 @@
 """Times a training step of a layer, or of experts, in every form: forward and backward, with straight-through masks.
 
 python -m benchmarks.train --out DIR [--shapes 8192x2048] [--tokens 2048 8192] [--n-masks 1 4] [--resume]
-python -m benchmarks.train train_experts --out DIR [--n-masks 1 4] [--resume]
 
-Without `--shapes`, `--tokens` and `--n-masks`, all problems are measured. `--resume` measures only problems that
-`DIR/train.csv` or `DIR/train_experts.csv` lacks. Rows of experts are sorted by expert.
+This command takes any layers; `python -m mglu_ops bench train train_experts` measures all problems. `--resume` measures
+only problems that `DIR/train.csv` lacks. Rows of experts are sorted by expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -21,9 +20,8 @@ from torch import Tensor, nn
 
 from benchmarks import layers
 from benchmarks.baselines import ComplementTrick, ExpertsByComplement, NaiveExperts, SwigluExperts
-from benchmarks.harness import relative_error
 from benchmarks.layers import Model
-from benchmarks.records import Row, measure, parser_of
+from benchmarks.records import Result, Row, measure, parser_of
 from benchmarks.timing import (
     LOAD_SECONDS,
     SETTLED_ROUNDS,
@@ -31,6 +29,7 @@ from benchmarks.timing import (
     clock_of,
     first_call,
     peak,
+    relative_error,
     release,
     under_load,
 )
@@ -53,9 +52,6 @@ SHAPES = ((8192, 2048), (14336, 4096))
 TOKENS = (2048, 8192, 32768)
 MASKS = (1, 2, 4, 8, 16)
 MODELS = dict(zip(("Qwen3-30B-A3B", "Mixtral-8x7B", "gpt-oss"), layers.MODELS.values(), strict=True))
-ROUTINGS = ("balanced", "zipf")
-TOKENS_OF_EXPERTS = 8192
-MASKS_OF_EXPERTS = (1, 4)
 CHECKED_TOKENS = 512
 """The results of this number of rows of x are compared with float64."""
 CHECKED_ROWS = 256
@@ -97,19 +93,11 @@ class Problem:
         return problem in {(row.case, row.shape, row.tokens, row.n_masks) for row in rows}
 
 
-def layer_problems(
-    shapes: Sequence[tuple[int, int]] = SHAPES, tokens: Sequence[int] = TOKENS, masks: Sequence[int] = MASKS
-) -> list[Problem]:
-    """All combinations of shapes, numbers of tokens and numbers of masks."""
-    return [Problem(*one) for one in product(shapes, tokens, masks)]
-
-
-def expert_problems(masks: Sequence[int] = MASKS_OF_EXPERTS) -> list[Problem]:
-    """All combinations of models, routings and numbers of masks."""
-    return [
-        Problem(model[1:3], TOKENS_OF_EXPERTS, n_masks, f"{name}, {routing}", routing, model)
-        for (name, model), routing, n_masks in product(MODELS.items(), ROUTINGS, masks)
-    ]
+PROBLEMS = [Problem(*one) for one in product(SHAPES, TOKENS, MASKS)]
+PROBLEMS_OF_EXPERTS = [
+    Problem(model[1:3], 8192, n_masks, f"{name}, {routing}", routing, model)
+    for (name, model), routing, n_masks in product(MODELS.items(), ("balanced", "zipf"), (1, 4))
+]
 
 
 # --- Layers and their steps -------------------------------------------------------------------------------------------
@@ -395,6 +383,16 @@ def bench(
     return rows
 
 
+LAYERS = Result("train", PROBLEMS, [Problem(SHAPES[0], 64, n_masks=1)], bench, PROTOCOL)
+EXPERTS = Result(
+    "train_experts",
+    PROBLEMS_OF_EXPERTS,
+    [replace(PROBLEMS_OF_EXPERTS[-1], tokens=64, n_masks=1)],
+    bench,
+    EXPERTS_PROTOCOL,
+)
+
+
 def shape_of(text: str) -> tuple[int, int]:
     """`(out_features, in_features)` from `8192x2048`."""
     d, h = text.split("x")
@@ -403,17 +401,13 @@ def shape_of(text: str) -> tuple[int, int]:
 
 def main() -> None:
     parser = parser_of(__doc__, resume=True)
-    parser.add_argument("suite", nargs="?", choices=["train", "train_experts"], default="train")
-    parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="DxH", help="of layers")
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="of layers")
-    parser.add_argument("--n-masks", type=int, nargs="+")
+    parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="DxH")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--n-masks", type=int, nargs="+", default=MASKS)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     options = parser.parse_args()
-    if options.suite == "train":
-        chosen, protocol = layer_problems(options.shapes, options.tokens, options.n_masks or MASKS), PROTOCOL
-    else:
-        chosen, protocol = expert_problems(options.n_masks or MASKS_OF_EXPERTS), EXPERTS_PROTOCOL
-    measure(chosen, partial(bench, device=options.device), options.out, options.suite, protocol, options.resume)
+    chosen = [Problem(*one) for one in product(options.shapes, options.tokens, options.n_masks)]
+    measure(chosen, partial(bench, device=options.device), options.out, "train", PROTOCOL, options.resume)
 
 
 if __name__ == "__main__":

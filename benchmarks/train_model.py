@@ -1,10 +1,8 @@
 """Times a training step of whole language models with SwiGLU, with naive SwiMGLU and with fused SwiMGLU.
 
-python -m benchmarks.train_model --out DIR [--resume]
-
 A step is forward, backward and AdamW (fused) on random tokens. As in the paper, SwiMGLU replaces SwiGLU and nothing
 else changes, so all models have the same widths. With one mask, SwiMGLU has as many parameters as SwiGLU, if
-its mask logits count. Blocks and loss are compiled. `--resume` works as in benchmarks/train.py.
+its mask logits count. Blocks and loss are compiled.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.decoder import Projection, Sizes, creating
 from benchmarks.language_model import LanguageModel, count, share_tensors
-from benchmarks.records import Row, measure, parser_of
+from benchmarks.records import Result, Row
 from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, allocated, clock_of, peak, release, under_load
 from mglu_ops.nn import GLU, MGLU, NaiveMGLU
 
@@ -186,6 +184,4 @@ def bench(
     ]
 
 
-if __name__ == "__main__":
-    options = parser_of(__doc__, resume=True).parse_args()
-    measure(PROBLEMS, bench, options.out, "train_model", PROTOCOL, options.resume)
+RESULT = Result("train_model", PROBLEMS, [SMALL], bench, PROTOCOL)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from benchmarks import decode_model
 from benchmarks.decoder import Decoder, Sizes
-from benchmarks.harness import relative_error
 from benchmarks.records import Row, measure, read
+from benchmarks.timing import relative_error
 
 SIZES = Sizes(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, vocabulary=50, context=16)
 
@@ -151,7 +151,7 @@ def test_problems_that_were_measured_are_left_out(tmp_path: Path) -> None:
             for i in range(problem.compilations)
         ]
 
-    problems = decode_model.PROBLEMS["decode_model"]
+    problems = decode_model.PROBLEMS
     measure(problems[:2], bench, tmp_path, "decode_model", decode_model.PROTOCOL)
     measure(problems, bench, tmp_path, "decode_model", decode_model.PROTOCOL, resume=True)
     assert measured == [(16, 1), (16, 8), (16, 32), (32, 1), (32, 8), (32, 32)]

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from benchmarks import baselines, decode, pages
 from benchmarks.baselines import TILES, expert_swiglu_variants, tiles_for
-from benchmarks.harness import Timing, Variant
 from benchmarks.layers import ROUTINGS, ExpertLayers, Model, masks_of, route
 from benchmarks.records import Row, read, write
+from benchmarks.timing import Timing, Variant
 from mglu_ops.backends import triton as triton_backend
 
 MODEL = Model(experts=6, out_features=40, in_features=48, top_k=3)
@@ -146,7 +146,7 @@ def small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small_problems")
 def test_rows_of_a_problem(tmp_path: Path) -> None:
     sweep = replace(decode.SWEEPS["experts_layer"], tokens=(8,), routings=("balanced",), shapes={MODEL: "small"})
-    found = decode.run(sweep, tmp_path, "experts_layer", rounds=7)
+    found = sweep.result("experts_layer", rounds=7).run(tmp_path)
     by_name = {(one.variant, one.n_masks): one for one in found}
     kinds = [(name.partition(",")[0], n_masks) for name, n_masks in by_name]
     ours = [("read ceiling", 1), ("mglu", 1), ("read ceiling", 4), ("mglu", 4)]
@@ -157,7 +157,7 @@ def test_rows_of_a_problem(tmp_path: Path) -> None:
     assert mglu.fraction_of_ceiling == pytest.approx(8.02 / 10.03)
     assert mglu.extra == {"experts_in_use": 6.0, "launches": len("mglu")}
     assert not any(one.is_wrong for one in found)
-    again = decode.run(sweep, tmp_path, "experts_layer", rounds=7, resume=True)
+    again = sweep.result("experts_layer", rounds=7).run(tmp_path, resume=True)
     assert len(again) == len(found) == len(read(tmp_path, "experts_layer"))
 
 

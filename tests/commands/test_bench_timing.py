@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import decode, timing
-from benchmarks.harness import Captured, Variant
 from benchmarks.layers import masks_of
-from benchmarks.timing import GraphTimer, time_graphs, under_load
+from benchmarks.timing import Captured, GraphTimer, Variant, time_graphs, under_load
 
 
 class Clock:
