@@ -2,7 +2,7 @@
 
 python -m benchmarks.decode --out DIR [--tokens 1 2 4 ... 8192] [--n-masks 1 2 4 8 16]
 
-This command takes any problem without experts; `python -m mglu_ops bench` measures the problems of the committed tables.
+This command takes any layer without experts. `python -m mglu_ops bench` measures the problems of the committed tables.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def launches(variant: Variant) -> int:
     return sum(event.device_type == DeviceType.CUDA for event in profiled.events())
 
 
-def fastest_tile(variants: Sequence[Variant], timings: dict[Variant, Timing]) -> list[Variant]:
+def fastest_tile(variants: Sequence[Variant], timings: Mapping[Variant, Timing]) -> list[Variant]:
     """The variants without the slower tiles of the Triton kernel.
 
     Tiles with wrong results are kept, so that the result shows them.
@@ -233,6 +233,11 @@ def bench(problem: Problem, rounds: int = ROUNDS) -> list[Row]:
     timings = measure(together, problem.dtype, rounds, settle_seconds)
     if plan.alone:
         timings |= measure(plan.alone, problem.dtype, rounds)
+    return rows_of(problem, plan, timings)
+
+
+def rows_of(problem: Problem, plan: Plan, timings: Mapping[Variant, Timing]) -> list[Row]:
+    """The rows of a problem, in which the slower tiles of the Triton kernel are left out."""
     ceilings = {n_masks: timings[ours[0]].microseconds for n_masks, ours in plan.ours.items()}
 
     def row(name: str, n_masks: int, timing: Timing, extra: dict[str, object]) -> Row:

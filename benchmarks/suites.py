@@ -34,10 +34,9 @@ class Suite(NamedTuple):
 
     Attributes:
         about: what the suite shows, in a line.
-        run: takes the folder of the results, writes the suite's results into it, and returns the rows that it measured. If
-            the suite measures, it also takes `resume`, as in `records.measure`.
-        quick: takes the folder too, and measures only a small problem. It checks that the suite works; its times mean
-            little.
+        run: takes the folder of the results, writes the suite's results into it, and returns the rows that it measured.
+            A suite that needs a GPU also takes `resume`, as in `records.measure`.
+        quick: like `run`, but only for a small problem. It checks that the suite works; its times mean little.
         needs: the packages that the suite needs; `GPU` stands for a CUDA GPU and the package for its kernels.
     """
 
