@@ -302,21 +302,28 @@ class Sweep:
 
     def problems(self) -> list[Problem]:
         found = []
-        every = product(self.shapes.items(), self.weight_formats, self.tokens, self.routings)
-        for (size, name), weight_format, tokens, routing in every:
-            is_tuned = tokens in self.tuned_at
-            if isinstance(size, Model):
-                problem = f"{name}, {routing}", size[1:3], tokens, self.masks, self.dtype, weight_format, self.baselines
-                is_first = (tokens, routing) == (self.tokens[0], self.routings[0])
-                experts = routing, size, self.whole, is_first
-                found.append(Problem(*problem, is_tuned, self.settle_seconds, *experts))
-                continue
+        groups = [(n_masks,) for n_masks in self.masks] if self.routings[0] is None else [self.masks]
+        every = product(self.shapes.items(), self.weight_formats, self.tokens, self.routings, groups)
+        for (size, name), weight_format, tokens, routing, masks in every:
             case = name if weight_format == "dense" else weight_format
-            for n_masks in self.masks:
-                # SwiGLU has no masks, so one measurement per shape and number of tokens is enough.
-                baselines = tuple(one for one in self.baselines if one != "swiglu" or n_masks == self.masks[0])
-                layer = case, size, tokens, (n_masks,), self.dtype, weight_format
-                found.append(Problem(*layer, baselines, is_tuned, self.settle_seconds))
+            # SwiGLU has no masks, so one measurement per shape and number of tokens is enough.
+            baselines = tuple(one for one in self.baselines if one != "swiglu" or masks[0] == self.masks[0])
+            problem = Problem(
+                case=case if routing is None else f"{name}, {routing}",
+                shape=size if routing is None else size[1:3],
+                tokens=tokens,
+                masks=masks,
+                dtype=self.dtype,
+                weight_format=weight_format,
+                baselines=baselines,
+                tuned=tokens in self.tuned_at,
+                settle_seconds=self.settle_seconds,
+                routing=routing,
+                model=None if routing is None else size,
+                whole=self.whole,
+                is_first=routing is None or (tokens, routing) == (self.tokens[0], self.routings[0]),
+            )
+            found.append(problem)
         return found
 
 
