@@ -107,7 +107,7 @@ class Plan(NamedTuple):
         ours: number of masks -> the read ceiling, and then our variants.
         theirs: variants to compare with.
         tokens_of_weight: the mean number of tokens that multiply the weight of a layer, or of an expert in use.
-        alone: a variant to measure after all others, if there is one.
+        alone: variants to measure after all others.
         refused: variants that cannot run here.
     """
 
@@ -146,12 +146,12 @@ def dense_plan(problem: Problem) -> Plan:
     if "swiglu" in problem.baselines:
         is_dense = layers.format.is_dense
         theirs += swiglu_variants(layers, problem.tuned) if is_dense else quantized_swiglu_variants(layers)
-    if tokens < MIN_GEMM_TOKENS:
-        return Plan(ours, theirs, tokens)
-    product = gemm([layers.weight(i, dtype) for i in range(GEMM_LAYERS)])
-    if tokens <= MAX_SEPARATE_GEMM_TOKENS:
-        return Plan(ours, theirs, tokens, alone=[product])
-    return Plan(ours, [*theirs, product], tokens)
+    gemms = []
+    if tokens >= MIN_GEMM_TOKENS:
+        gemms = [gemm([layers.weight(i, dtype) for i in range(GEMM_LAYERS)])]
+    if tokens > MAX_SEPARATE_GEMM_TOKENS:
+        return Plan(ours, theirs + gemms, tokens)
+    return Plan(ours, theirs, tokens, alone=gemms)
 
 
 def our_expert_variant(layers: ExpertLayers, n_masks: int) -> Variant:

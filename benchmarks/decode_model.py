@@ -90,8 +90,8 @@ class Fp8Linear(nn.Module):
         self.scale = nn.Parameter(scale, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        product = row_scaled if x.shape[0] == 1 or x.dtype is torch.float64 else scaled_mm
-        return product(x, self.weight, self.scale)
+        multiply = row_scaled if x.shape[0] == 1 or x.dtype is torch.float64 else scaled_mm
+        return multiply(x, self.weight, self.scale)
 
 
 class Fp8GLU(nn.Module):
