@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from benchmarks.compile_time import (
+    MASKED_LAYERS,
     RESNET,
+    STEPS,
     UNET,
     Case,
     captured,
@@ -25,7 +27,6 @@ from benchmarks.compile_time import (
 )
 from benchmarks.decode import Problem, Sweep, bench, our_variants
 from benchmarks.layers import Layers
-from benchmarks.ordinary_models import MASKED_LAYERS, STEPS
 from benchmarks.timing import capture
 
 MAX_SHARE_OF_COMPILATION = 0.02
