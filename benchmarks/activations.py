@@ -5,22 +5,19 @@ from __future__ import annotations
 import copy
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks import records
-from benchmarks.harness import PROTOCOL, Variant, measure
+from benchmarks.baselines import quantized_swiglu_variants
+from benchmarks.decode import SHAPES
 from benchmarks.layers import Layers
-from benchmarks.quantized import quantized_swiglu_variants
-from benchmarks.records import Row
-from benchmarks.timing import ROUNDS, SETTLE_SECONDS
+from benchmarks.records import Result, Row
+from benchmarks.timing import PROTOCOL, ROUNDS, SETTLE_SECONDS, Variant, measure
 from mglu_ops import dispatch
 from mglu_ops.formats import quantize_activation, round_activation
 
-NAME = "activations"
 MANY_TOKENS = 256
 """From this number of tokens on, variants run under sustained load."""
 
@@ -34,10 +31,10 @@ class Problem(NamedTuple):
     weight_format: str
 
 
-def problems() -> list[Problem]:
-    shapes = (14336, 4096), (8192, 2048)
-    found = [Problem(*one, "fp8_row") for one in product(shapes, (1, 8, 16, 64, 256, 1024, 8192), (1, 2, 4, 8))]
-    return found + [Problem(*one, "fp8_block") for one in product(shapes, (1024, 8192), (1, 4))]
+PROBLEMS = [
+    *(Problem(*one, "fp8_row") for one in product(SHAPES, (1, 8, 16, 64, 256, 1024, 8192), (1, 2, 4, 8))),
+    *(Problem(*one, "fp8_block") for one in product(SHAPES, (1024, 8192), (1, 4))),
+]
 
 
 def bench(problem: Problem, rounds: int = ROUNDS) -> list[Row]:
@@ -57,7 +54,7 @@ def bench(problem: Problem, rounds: int = ROUNDS) -> list[Row]:
             variants += [one for one in quantized_swiglu_variants(layers) if "_scaled_mm" in one.name]
     timings = measure(variants, torch.bfloat16, rounds, SETTLE_SECONDS if tokens >= MANY_TOKENS else 0.0)
     return [
-        Row(name, one, tokens, d, h, n_masks, "bfloat16", *timing[:2], float("nan"), timing.error)
+        Row(name, one.name, tokens, d, h, n_masks, "bfloat16", *timing[:2], float("nan"), timing.error)
         for one, timing in timings.items()
     ]
 
@@ -80,13 +77,4 @@ def _gemm(layers: Layers, fast: bool) -> Variant:
     return Variant("fp8 GEMM" + (", fast accumulation" if fast else ""), run, layers.count, oracle)
 
 
-def run(out: Path, rounds: int = ROUNDS, only: slice = slice(None)) -> list[Row]:
-    """Measure the problems, and print and write the rows after each one."""
-
-    def rows_of(problem: Problem) -> list[Row]:
-        rows = bench(problem, rounds)
-        torch.cuda.empty_cache()
-        return rows
-
-    torch.manual_seed(0)
-    return records.measure(problems()[only], rows_of, out, NAME, PROTOCOL)
+RESULT = Result("activations", PROBLEMS, PROBLEMS[:1], bench, PROTOCOL)

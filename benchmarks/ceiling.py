@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import Variant
+from benchmarks.timing import Variant
 
 # The fastest launch of a sweep on an H200. Similar launches take up to 1% more time.
 BLOCKS_PER_SM = 8

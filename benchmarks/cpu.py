@@ -18,12 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.baselines import NAIVE_ON_CPU
-from benchmarks.decode import swiglu_variants
-from benchmarks.harness import Variant, relative_error
+from benchmarks.baselines import NAIVE_ON_CPU, swiglu_variants
 from benchmarks.layers import Layers, all_masks, mglu
 from benchmarks.records import environment, parser_of, write_table
-from benchmarks.timing import summarise, wall_microseconds
+from benchmarks.timing import Variant, relative_error, summarise, wall_microseconds
 from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.backends import BACKENDS, cpu
 from mglu_ops.backends.cpu.build import find_compiler

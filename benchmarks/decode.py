@@ -1,24 +1,31 @@
-"""Times MGLU's kernels, lower bounds (`ceiling`), the naive layer and SwiGLU in one run.
+"""Times MGLU's kernels, lower bounds (`ceiling`), the naive layer and SwiGLU in one run, for layers and for experts.
 
 python -m benchmarks.decode --out DIR [--tokens 1 2 4 ... 8192] [--n-masks 1 2 4 8 16]
 
-This command takes any problem; `python -m mglu_ops bench` measures the problems of the committed tables.
+This command takes any layer without experts. `python -m mglu_ops bench` measures the problems of the committed tables.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import records
-from benchmarks.baselines import NAIVE, SWIGLU, in_modes, swiglu_stacked
+from benchmarks.baselines import (
+    TRITON,
+    expert_swiglu_variants,
+    naive_variants,
+    quantized_swiglu_variants,
+    swiglu_variants,
+)
 from benchmarks.ceiling import (
     GEMM,
     GEMM_LAYERS,
@@ -29,20 +36,86 @@ from benchmarks.ceiling import (
     gemm,
     reader,
 )
-from benchmarks.harness import PROTOCOL, SETTLED_PROTOCOL, Timing, Variant, measure
-from benchmarks.layers import Layers, all_masks
-from benchmarks.quantized import quantized_swiglu_variants
-from benchmarks.records import Row, parser_of
-from benchmarks.timing import ROUNDS, SETTLE_SECONDS
+from benchmarks.layers import MODELS, ROUTINGS, ExpertLayers, Layers, Model
+from benchmarks.records import Result, Row, parser_of
+from benchmarks.timing import PROTOCOL, ROUNDS, SETTLE_SECONDS, SETTLED_PROTOCOL, Timing, Variant, first_call, measure
 from mglu_ops import dispatch
-from mglu_ops.timer import layers_for
+from mglu_ops.formats import FORMATS
 
 SHAPES = ((14336, 4096), (8192, 2048))
+SMALL = Model(16, 512, 1024, 2)
+"""Experts for a quick check."""
 BACKENDS = ("cuda", "triton", "composite")
 BASELINES = ("naive", "swiglu", "triton", "composite")
-MAX_AUTOTUNED_MASKS = 4
-"""max-autotune is measured for one token and up to this number of masks. With more masks it compiles for minutes. With
-many tokens it chooses torch's GEMMs, as the default mode does."""
+CEILING = "read ceiling"
+EXPERTS_PROTOCOL = (
+    "CUDA graph replay, distinct layers whose experts in use are > 0.3 GB with one mask, each layer with a routing of "
+    "its own, variants interleaved (with more than 64 tokens an expert in turns of 0.1 s whose second half is timed), "
+    "median over rounds, us per layer"
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A layer, and the variants to measure.
+
+    Attributes:
+        case: the problem's name in the rows.
+        shape: `(out_features, in_features)` of the layer, or of each expert.
+        tokens: number of tokens.
+        masks: numbers of masks. Only experts have several, which are measured together.
+        dtype: dtype of x and of dense weights.
+        weight_format: the format of the weights of MGLU and SwiGLU.
+        baselines: members of `BASELINES` to measure besides the read ceiling, the chosen backend and `cuda`. Experts
+            are only compared with SwiGLU.
+        tuned: also measure the naive layer and SwiGLU in the modes of torch.compile that take long to compile.
+        settle_seconds: passed to `timing.measure`. It is at least `SETTLE_SECONDS` if more than
+            `MAX_SEPARATE_GEMM_TOKENS` tokens multiply a weight.
+        routing: how tokens choose experts, one of `layers.ROUTINGS`; None for a layer without experts.
+        model: the sizes of the experts; None without `routing`.
+        whole: also measure the experts' down projections and the sum over a token's experts.
+        is_first: discard the code that was compiled for earlier problems.
+    """
+
+    case: str
+    shape: tuple[int, int]
+    tokens: int
+    masks: tuple[int, ...]
+    dtype: torch.dtype
+    weight_format: str
+    baselines: tuple[str, ...]
+    tuned: bool
+    settle_seconds: float
+    routing: str | None = None
+    model: Model | None = None
+    whole: bool = False
+    is_first: bool = True
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    def is_in(self, rows: Sequence[Row]) -> bool:
+        problem = self.case, self.shape, self.tokens, self.masks[0], self.dtype_name
+        return problem in {(row.case, row.shape, row.tokens, row.n_masks, row.dtype) for row in rows}
+
+
+class Plan(NamedTuple):
+    """The variants of a problem.
+
+    Attributes:
+        ours: number of masks -> the read ceiling, and then our variants.
+        theirs: variants to compare with.
+        tokens_of_weight: the mean number of tokens that multiply the weight of a layer, or of an expert in use.
+        alone: variants to measure after all others.
+        refused: variants that cannot run here.
+    """
+
+    ours: dict[int, list[Variant]]
+    theirs: list[Variant]
+    tokens_of_weight: float
+    alone: Sequence[Variant] = ()
+    refused: Sequence[Variant] = ()
 
 
 def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
@@ -52,7 +125,7 @@ def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
     def run(backend: str | None, i: int) -> Tensor:
         return dispatch.forward(layers.arguments(i), backend=backend)
 
-    variants = [Variant(f"mglu {chosen}", partial(run, None), layers.count, layers.oracle)]
+    variants = [Variant(f"mglu {chosen}", partial(run, None), layers.count, layers.oracle, {"chosen": True})]
     for backend in (one for one in BACKENDS if one in backends and one != chosen):
         try:
             run(backend, 0)
@@ -63,159 +136,226 @@ def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
     return variants
 
 
-def naive_variants(layers: Layers, tuned: bool) -> list[Variant]:
-    """The naive layer. `tuned` adds the modes of torch.compile that take long to compile.
+def dense_plan(problem: Problem) -> Plan:
+    """The variants of a layer without experts."""
+    (n_masks,), tokens, dtype = problem.masks, problem.tokens, problem.dtype
+    layers = Layers(*problem.shape, n_masks, tokens, dtype, weight_format=problem.weight_format)
+    reading = Variant(CEILING, reader(layers.weights, layers.packed), layers.count)
+    ours = {n_masks: [reading, *our_variants(layers, {"cuda", *problem.baselines})]}
+    theirs = naive_variants(layers, problem.tuned) if "naive" in problem.baselines else []
+    if "swiglu" in problem.baselines:
+        is_dense = layers.format.is_dense
+        theirs += swiglu_variants(layers, problem.tuned) if is_dense else quantized_swiglu_variants(layers)
+    gemms = []
+    if tokens >= MIN_GEMM_TOKENS:
+        gemms = [gemm([layers.weight(i, dtype) for i in range(GEMM_LAYERS)])]
+    if tokens > MAX_SEPARATE_GEMM_TOKENS:
+        return Plan(ours, theirs + gemms, tokens)
+    return Plan(ours, theirs, tokens, alone=gemms)
 
-    Unpacked masks are larger than packed ones, so fewer layers are measured: just enough to exceed a gigabyte.
+
+def our_expert_variant(layers: ExpertLayers, n_masks: int) -> Variant:
+    """Our operators on layers of experts."""
+
+    def run(i: int) -> Tensor:
+        stored, down = (layers.scales[i], layers.format.name), layers.down[i]
+        operands = layers.x, layers.weights[i], layers.packed[n_masks][i], layers.ids[i]
+        y: Tensor = torch.ops.mglu.experts_forward(*operands, "silu", None, *stored)
+        if down is None:
+            return y.flatten(0, 1)
+        result: Tensor = torch.ops.mglu.experts_down(y, down, layers.ids[i], layers.expert_weights[i])
+        return result
+
+    in_use = round(sum(layers.used) / layers.count, 1)
+    return Variant("mglu", run, layers.count, partial(layers.oracle, n_masks=n_masks), {"experts_in_use": in_use})
+
+
+def expert_reader(layers: ExpertLayers, n_masks: int) -> Variant:
+    """A kernel that reads as many bytes as the weights and masks of the experts in use.
+
+    For a whole layer it reads SwiGLU's two weights, which are as large as W and the down projection together.
     """
-
-    def run(form: Callable[..., Tensor], masks: list[Tensor], i: int) -> Tensor:
-        return form(layers.x, layers.weights[i], masks[i])
-
-    variants = []
-    autotuned = layers.x.shape[0] == 1 and layers.n_masks <= MAX_AUTOTUNED_MASKS
-    masks_by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for baseline in in_modes(NAIVE, tuned, autotuned):
-        dtype = torch.bool if baseline.has_bool_masks else layers.x.dtype
-        count = layers_for(layers.weights[0].numel() * (2 + dtype.itemsize * layers.n_masks))
-        if dtype not in masks_by_dtype:
-            masks_by_dtype[dtype] = [all_masks(packed, dtype) for packed in layers.packed[:count]]
-        masks = masks_by_dtype[dtype]
-        variants.append(Variant(baseline.name, partial(run, baseline.build(), masks), len(masks), layers.oracle))
-    return variants
+    stored = layers.both if layers.whole else layers.weights
+    weights = [weight[:used] for weight, used in zip(stored, layers.used, strict=True)]
+    masks = [mask[:used] for mask, used in zip(layers.packed[n_masks], layers.used, strict=True)]
+    return Variant(CEILING, reader(weights, masks), layers.count)
 
 
-def swiglu_variants(layers: Layers, tuned: bool) -> list[Variant]:
-    """SwiGLU. `tuned` adds the modes of torch.compile that take long to compile.
+def expert_plan(problem: Problem) -> Plan:
+    """The variants of layers of experts."""
+    assert problem.model is not None
+    assert problem.routing is not None
+    options = problem.routing, problem.weight_format, problem.masks, problem.whole, problem.dtype
+    layers = ExpertLayers(problem.model, problem.tokens, *options)
+    ours = {n: [expert_reader(layers, n), our_expert_variant(layers, n)] for n in problem.masks}
+    every = list(expert_swiglu_variants(layers)) if "swiglu" in problem.baselines else []
+    theirs = [one for one in every if runs(one)]
+    return Plan(ours, theirs, layers.pairs_of_expert, refused=[one for one in every if one not in theirs])
 
-    A SwiGLU layer takes the weights of two MGLU layers.
+
+def runs(variant: Variant) -> bool:
+    """Run a variant once. If torch raises an error, print it and return False."""
+    try:
+        first_call(variant.name, lambda: variant.run(0))
+    except RuntimeError as refusal:
+        print(f"{variant.name} is refused: {refusal}", flush=True)
+        return False
+    return True
+
+
+def launches(variant: Variant) -> int:
+    """The number of kernels, copies and memsets that one call of a variant launches."""
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        variant.run(0)
+        torch.cuda.synchronize()
+    return sum(event.device_type == DeviceType.CUDA for event in profiled.events())
+
+
+def fastest_tile(variants: Sequence[Variant], timings: Mapping[Variant, Timing]) -> list[Variant]:
+    """The variants without the slower tiles of the Triton kernel.
+
+    Tiles with wrong results are kept, so that the result shows them.
     """
-    gates, ups = layers.weights[0::2], layers.weights[1::2]
-    pairs: list[tuple[Tensor, ...]] = list(zip(gates, ups, strict=False))
-    stacks: list[tuple[Tensor, ...]] = [(torch.cat(pair),) for pair in pairs]
-
-    def run(form: Callable[..., Tensor], weights: list[tuple[Tensor, ...]], i: int) -> Tensor:
-        return form(layers.x, *weights[i])
-
-    return [
-        Variant(
-            baseline.name,
-            partial(run, baseline.build(), stacks if baseline.function is swiglu_stacked else pairs),
-            len(stacks),
-            layers.swiglu_oracle,
-        )
-        for baseline in in_modes(SWIGLU, tuned, autotuned=layers.x.shape[0] == 1)
-    ]
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A layer, and the variants to measure.
-
-    Attributes:
-        case: the problem's name in the rows.
-        shape: `(out_features, in_features)`.
-        tokens: number of tokens.
-        n_masks: number of masks.
-        dtype: dtype of x and of dense weights.
-        weight_format: the format of the weights of MGLU and SwiGLU.
-        baselines: members of `BASELINES` to measure besides the read ceiling, the chosen backend and `cuda`.
-        tuned: also measure the naive layer and SwiGLU in the modes of torch.compile that take long to compile.
-        settle_seconds: passed to `harness.measure`. With more than `MAX_SEPARATE_GEMM_TOKENS` tokens, it is at least
-            `SETTLE_SECONDS`.
-    """
-
-    case: str
-    shape: tuple[int, int]
-    tokens: int
-    n_masks: int
-    dtype: torch.dtype
-    weight_format: str
-    baselines: tuple[str, ...]
-    tuned: bool
-    settle_seconds: float
+    tiles = [timings[one].microseconds for one in variants if one.name.startswith(TRITON)]
+    least = min((time for time in tiles if not math.isnan(time)), default=0.0)
+    return [one for one in variants if not (one.name.startswith(TRITON) and timings[one].microseconds > least)]
 
 
 def bench(problem: Problem, rounds: int = ROUNDS) -> list[Row]:
     """Measure one problem in at most `rounds` rounds, and return its rows."""
-    torch._dynamo.reset()
-    (d, h), tokens, n_masks, dtype = problem.shape, problem.tokens, problem.n_masks, problem.dtype
-    layers = Layers(d, h, n_masks, tokens, dtype, weight_format=problem.weight_format)
-    ours = our_variants(layers, {"cuda", *problem.baselines})
-    variants = [Variant("read ceiling", reader(layers.weights, layers.packed), layers.count), *ours]
-    if "naive" in problem.baselines:
-        variants += naive_variants(layers, problem.tuned)
-    if "swiglu" in problem.baselines:
-        dense_format = problem.weight_format == "dense"
-        variants += swiglu_variants(layers, problem.tuned) if dense_format else quantized_swiglu_variants(layers)
-    many, settle_seconds = tokens > MAX_SEPARATE_GEMM_TOKENS, problem.settle_seconds
-    dense = [layers.weight(i, dtype) for i in range(GEMM_LAYERS)]
-    if many:
-        variants.append(gemm(dense))
-    timings = measure(variants, dtype, rounds, max(settle_seconds, SETTLE_SECONDS) if many else settle_seconds)
-    if MIN_GEMM_TOKENS <= tokens <= MAX_SEPARATE_GEMM_TOKENS:
-        timings |= measure([gemm(dense)], dtype, rounds)
-    ceiling, gemm_timing = timings["read ceiling"].microseconds, timings.get(GEMM)
-    timings["floor"] = Timing(floor(ceiling, gemm_timing and gemm_timing.microseconds, tokens, n_masks), 0.0)
+    if problem.is_first:
+        torch._dynamo.reset()
+    plan = dense_plan(problem) if problem.routing is None else expert_plan(problem)
+    settle_seconds = problem.settle_seconds
+    if plan.tokens_of_weight > MAX_SEPARATE_GEMM_TOKENS:
+        settle_seconds = max(settle_seconds, SETTLE_SECONDS)
+    together = [*(one for ours in plan.ours.values() for one in ours), *plan.theirs]
+    timings = measure(together, problem.dtype, rounds, settle_seconds)
+    if plan.alone:
+        timings |= measure(plan.alone, problem.dtype, rounds)
+    return rows_of(problem, plan, timings)
 
-    def row(name: str, timing: Timing) -> Row:
-        share = float("nan") if name == GEMM else ceiling / timing.microseconds
-        extra: dict[str, object] = {}
-        if name == ours[0].name:
-            extra["chosen"] = True
-        if name == GEMM and not math.isnan(timing.microseconds):
-            extra |= {"of_tokens": GEMM_TOKENS, "tflops": round(2e-6 * GEMM_TOKENS * d * h / timing.microseconds, 1)}
-        dtype_name = str(dtype).removeprefix("torch.")
-        return Row(problem.case, name, tokens, d, h, n_masks, dtype_name, *timing[:2], share, timing.error, extra)
 
-    return [row(name, timing) for name, timing in timings.items()]
+def rows_of(problem: Problem, plan: Plan, timings: Mapping[Variant, Timing]) -> list[Row]:
+    """The rows of a problem, in which the slower tiles of the Triton kernel are left out."""
+    ceilings = {n_masks: timings[ours[0]].microseconds for n_masks, ours in plan.ours.items()}
+
+    def row(name: str, n_masks: int, timing: Timing, extra: dict[str, object]) -> Row:
+        ceiling = math.nan if name == GEMM else ceilings.get(n_masks, math.nan)
+        size = problem.tokens, *problem.shape, n_masks, problem.dtype_name
+        return Row(problem.case, name, *size, *timing[:2], ceiling / timing.microseconds, timing.error, extra)
+
+    def measured(variant: Variant, n_masks: int) -> Row:
+        extra, time = dict(variant.extra), timings[variant].microseconds
+        if problem.whole and variant.name != CEILING:
+            extra["launches"] = launches(variant)
+        if variant.name == GEMM and not math.isnan(time):
+            flop = 2 * GEMM_TOKENS * math.prod(problem.shape)
+            extra |= {"of_tokens": GEMM_TOKENS, "tflops": round(1e-6 * flop / time, 1)}
+        return row(variant.name, n_masks, timings[variant], extra)
+
+    rows = [measured(one, n_masks) for n_masks, ours in plan.ours.items() for one in ours]
+    others = fastest_tile([*plan.theirs, *plan.alone], timings)
+    if problem.routing is not None:  # SwiGLU's experts are measured once for all numbers of masks
+        rows += [measured(one, 0) for one in others]
+        return rows + [row(one.name, 0, Timing(math.nan, math.nan), {"left_out": "refused"}) for one in plan.refused]
+    (n_masks,) = problem.masks
+    rows += [measured(one, n_masks) for one in others]
+    gemm_time = next((timings[one].microseconds for one in others if one.name == GEMM), None)
+    least = floor(ceilings[n_masks], gemm_time, problem.tokens, n_masks)
+    return [*rows, row("floor", n_masks, Timing(least, 0.0), {})]
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The problems of one table: all combinations of shapes, numbers of tokens and numbers of masks."""
+    """The problems of one table: all combinations of shapes, numbers of tokens, routings and numbers of masks."""
 
     tokens: tuple[int, ...] = (1,)
     masks: tuple[int, ...] = (1, 2, 4, 8, 16)
     dtype: torch.dtype = torch.bfloat16
     baselines: tuple[str, ...] = ()
-    shapes: dict[tuple[int, int], str] = field(default_factory=lambda: dict.fromkeys(SHAPES, "decode"))
-    """`(out_features, in_features)` -> name of the problem in the rows."""
+    shapes: Mapping[Any, str] = field(default_factory=lambda: dict.fromkeys(SHAPES, "decode"))
+    """`(out_features, in_features)` or, with routings, the sizes of experts -> name of the problem in the rows."""
     tuned_at: tuple[int, ...] = (1,)
     """Numbers of tokens for which `Problem.tuned` is set."""
     settle_seconds: float = 0.0
     weight_formats: tuple[str, ...] = ("dense",)
     """Weight formats. In the rows, problems in another format than "dense" are named after their format."""
+    routings: tuple[str | None, ...] = (None,)
+    whole: bool = False
+
+    def result(self, name: str, rounds: int = ROUNDS) -> Result:
+        """The result `<name>.csv`, which has these problems."""
+        protocol, seconds = PROTOCOL, 2 * self.settle_seconds
+        if self.routings[0] is not None:
+            protocol = EXPERTS_PROTOCOL
+        elif seconds:
+            protocol = SETTLED_PROTOCOL.format(seconds=seconds)
+        return Result(name, self.problems(), self.quick().problems(), partial(bench, rounds=rounds), protocol)
 
     def quick(self) -> Sweep:
-        """A sweep of one problem of the smallest shape, for a quick check."""
-        (d, h), case = min(self.shapes.items())
-        return replace(self, shapes={(d, h): case}, tokens=self.tokens[:1], masks=self.masks[:1], settle_seconds=0.0)
+        """A sweep of one small problem, for a quick check."""
+        if self.routings[0] is not None:
+            return replace(self, shapes={SMALL: "small"}, tokens=(16,), routings=self.routings[:1])
+        shape, case = min(self.shapes.items())
+        return replace(self, shapes={shape: case}, tokens=self.tokens[:1], masks=self.masks[:1], settle_seconds=0.0)
 
     def problems(self) -> list[Problem]:
         found = []
-        every = product(self.shapes.items(), self.weight_formats, self.tokens, self.masks)
-        for (shape, case), weight_format, tokens, n_masks in every:
+        groups = [(n_masks,) for n_masks in self.masks] if self.routings[0] is None else [self.masks]
+        every = product(self.shapes.items(), self.weight_formats, self.tokens, self.routings, groups)
+        for (size, name), weight_format, tokens, routing, masks in every:
+            case = name if weight_format == "dense" else weight_format
             # SwiGLU has no masks, so one measurement per shape and number of tokens is enough.
-            baselines = tuple(one for one in self.baselines if one != "swiglu" or n_masks == self.masks[0])
-            name = case if weight_format == "dense" else weight_format
-            layer = name, shape, tokens, n_masks, self.dtype, weight_format
-            found.append(Problem(*layer, baselines, tokens in self.tuned_at, self.settle_seconds))
+            baselines = tuple(one for one in self.baselines if one != "swiglu" or masks[0] == self.masks[0])
+            problem = Problem(
+                case=case if routing is None else f"{name}, {routing}",
+                shape=size if routing is None else size[1:3],
+                tokens=tokens,
+                masks=masks,
+                dtype=self.dtype,
+                weight_format=weight_format,
+                baselines=baselines,
+                tuned=tokens in self.tuned_at,
+                settle_seconds=self.settle_seconds,
+                routing=routing,
+                model=None if routing is None else size,
+                whole=self.whole,
+                is_first=routing is None or (tokens, routing) == (self.tokens[0], self.routings[0]),
+            )
+            found.append(problem)
         return found
 
 
-def run(sweep: Sweep, out: Path, name: str, rounds: int = ROUNDS) -> list[Row]:
-    """Measure a table, and print and write the rows after each problem."""
-
-    def rows_of(problem: Problem) -> list[Row]:
-        rows = bench(problem, rounds)
-        torch.cuda.empty_cache()
-        return rows
-
-    torch.manual_seed(0)
-    seconds = 2 * sweep.settle_seconds
-    protocol = SETTLED_PROTOCOL.format(seconds=seconds) if seconds else PROTOCOL
-    return records.measure(sweep.problems(), rows_of, out, name, protocol)
+MODEL_LAYERS = {
+    (8192, 2048): "Llama-3.2 1B",
+    (8192, 3072): "Llama-3.2 3B",
+    (14336, 4096): "Llama-3.1 8B, Mistral 7B",
+    (28672, 8192): "Llama-3.1 70B",
+    (9728, 2560): "Qwen3 4B",
+    (25600, 5120): "Qwen3 32B",
+}
+"""`(intermediate, hidden)` of feed-forward layers, and the models that have them."""
+ONE_TO_8192 = tuple(2**i for i in range(14))
+EXPERTS = Sweep(
+    tokens=(1, 4, 8, 32, 128, 256, 1024),
+    masks=(1, 4),
+    baselines=("swiglu",),
+    shapes={model: name for name, model in MODELS.items()},
+    routings=ROUTINGS,
+)
+SWEEPS = {
+    "one_token": Sweep(dtype=torch.float16, baselines=BASELINES),
+    "sustained": Sweep(masks=(1, 4, 8, 16), baselines=("swiglu",), shapes={SHAPES[0]: "decode"}, settle_seconds=0.8),
+    "tokens": Sweep(ONE_TO_8192, (1, 4, 8, 16), baselines=("triton",)),
+    "routes": Sweep(ONE_TO_8192, (1, 4), baselines=BASELINES, shapes={SHAPES[1]: "decode"}, tuned_at=(1, 8192)),
+    "formats": Sweep((1, 8, 16), (1, 2, 4, 8), baselines=("swiglu",), weight_formats=tuple(FORMATS)[1:]),
+    "models": Sweep(masks=(1, 4, 8), baselines=("swiglu",), shapes=MODEL_LAYERS),
+    "experts": EXPERTS,
+    "experts_fp8": replace(EXPERTS, weight_formats=("fp8_row",)),
+    "experts_layer": replace(EXPERTS, whole=True),
+}
+"""Name of a result -> its problems."""
 
 
 def main() -> None:
@@ -235,7 +375,7 @@ def main() -> None:
         shapes={SHAPES[i]: "decode" for i in arguments.shapes},
         tuned_at=tuple(arguments.tokens),
     )
-    run(sweep, arguments.out, "decode", arguments.rounds)
+    sweep.result("decode", arguments.rounds).run(arguments.out)
 
 
 if __name__ == "__main__":

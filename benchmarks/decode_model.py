@@ -1,38 +1,33 @@
 """Times a decoding step (one token per sequence) of whole models of Llama's shapes, with SwiGLU and with SwiMGLU.
 
-python -m benchmarks.decode_model --out DIR [--fp8] [--resume]
-
 The models have random weights in bfloat16 and a static cache, and decode greedily. torch.compile compiles three parts:
 the start (the embedding), one block for all blocks, and the head. A whole step is one CUDA graph, which passes its
 tokens to the next step. The logits are compared with float64 for the same tokens: their error may be at most
 `ERROR_OVER_EAGER` times the error of the model in eager mode.
 
-`--resume` works as in benchmarks/train.py.
-
-With `--fp8`, all linear layers except the head have fp8 weights with a scale per row. MGLU uses `mglu_ops.quantize`.
-All other layers, and SwiGLU, run in the fastest way that plain torch has (benchmarks/quantized.py).
+In fp8, all linear layers except the head have weights with a scale per row. MGLU uses `mglu_ops.quantize`.
+All other layers, and SwiGLU, run in the fastest way that plain torch has (`Fp8Linear`).
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch._inductor.utils import fresh_cache
 
 import mglu_ops
+from benchmarks.baselines import gated, row_scaled, row_scaled_swiglu, scaled_mm
 from benchmarks.ceiling import reader
 from benchmarks.decoder import Decoder, Projection, Sizes, creating
-from benchmarks.harness import Captured, Variant, capture, relative_error
-from benchmarks.quantized import store_in_fp8
-from benchmarks.records import Row, measure, parser_of
-from benchmarks.timing import ROUNDS, time_graphs
+from benchmarks.records import Result, Row
+from benchmarks.timing import ROUNDS, Captured, Variant, capture, relative_error, time_graphs
+from mglu_ops.formats import FORMATS
 from mglu_ops.nn import GLU, MGLU
 
 MODELS = {
@@ -73,11 +68,56 @@ class Problem:
 
 SMALL = Problem(Sizes(layers=2, vocabulary=1024), masks=(0, 1))
 """A small problem for a quick check."""
-IN_BFLOAT16 = [
+PROBLEMS = [
     Problem(sizes, batch, compilations=3 if (sizes, batch) == (Sizes(), 1) else 1)
     for sizes, batch in product(MODELS.values(), (1, 8, 32))
 ]
-IN_FP8 = [Problem(sizes, batch, fp8=True) for sizes, batch in product(MODELS.values(), (1, 8))]
+PROBLEMS_IN_FP8 = [Problem(sizes, batch, fp8=True) for sizes, batch in product(MODELS.values(), (1, 8))]
+
+
+class Fp8Linear(nn.Module):
+    """A linear layer without bias whose weight is in fp8 with one scale per row.
+
+    It runs in the fastest way that plain torch has for inference. One token is multiplied by the decoded weight, and
+    torch.compile fuses the decoding. Several tokens are rounded to fp8, unless they are in float64.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        stored, scale = FORMATS["fp8_row"].quantize(weight.detach())
+        assert scale is not None
+        self.weight = nn.Parameter(stored, requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        multiply = row_scaled if x.shape[0] == 1 or x.dtype is torch.float64 else scaled_mm
+        return multiply(x, self.weight, self.scale)
+
+
+class Fp8GLU(nn.Module):
+    """SwiGLU with both weights in one `Fp8Linear`. For one token it makes two products, because this is faster."""
+
+    def __init__(self, glu: GLU) -> None:
+        super().__init__()
+        assert glu.gate_proj is not None
+        self.both = Fp8Linear(torch.cat((glu.gate_proj.weight, glu.up_proj.weight)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 1:
+            return gated(self.both(x))
+        (gate, up), (gate_scale, up_scale) = self.both.weight.chunk(2), self.both.scale.chunk(2)
+        return row_scaled_swiglu(x, gate, gate_scale, up, up_scale)
+
+
+def store_in_fp8(model: nn.Module) -> None:
+    """Replace all linear layers and `GLU`s in a module by `Fp8Linear` and `Fp8GLU`."""
+    for name, child in model.named_children():
+        if isinstance(child, GLU):
+            setattr(model, name, Fp8GLU(child))
+        elif isinstance(child, nn.Linear):
+            setattr(model, name, Fp8Linear(child.weight))
+        else:
+            store_in_fp8(child)
 
 
 def build(sizes: Sizes, n_masks: int, device: str, dtype: torch.dtype, batch: int = 1, *, fp8: bool = False) -> Decoder:
@@ -210,15 +250,5 @@ def bench(problem: Problem, rounds: int = ROUNDS) -> list[Row]:
     return rows
 
 
-def run(problems: Sequence[Problem], out: Path, rounds: int = ROUNDS, resume: bool = False) -> list[Row]:
-    """Measure problems, and write `decode_model.csv` or `decode_model_fp8.csv` into a folder."""
-    torch.manual_seed(0)
-    name = f"decode_model{'_fp8' if problems[0].fp8 else ''}"
-    return measure(problems, lambda one: bench(one, rounds), out, name, PROTOCOL, resume)
-
-
-if __name__ == "__main__":
-    parser = parser_of(__doc__, resume=True)
-    parser.add_argument("--fp8", action="store_true", help="weights in fp8")
-    options = parser.parse_args()
-    run(IN_FP8 if options.fp8 else IN_BFLOAT16, options.out, resume=options.resume)
+IN_BFLOAT16 = Result("decode_model", PROBLEMS, [SMALL], bench, PROTOCOL)
+IN_FP8 = Result("decode_model_fp8", PROBLEMS_IN_FP8, [replace(SMALL, fp8=True)], bench, PROTOCOL)

@@ -29,9 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mglu_ops
-from benchmarks.harness import relative_error
 from benchmarks.records import Row, measure, parser_of
-from benchmarks.timing import wall_microseconds
+from benchmarks.timing import relative_error, wall_microseconds
 from mglu_ops.nn import MGLU
 
 CASE = "generate"

@@ -1,15 +1,38 @@
-"""Random layers, and their results in float64."""
+"""Random layers, and layers of experts with random routings, and their results in float64."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.baselines import swiglu
 from mglu_ops.formats import FORMATS
 from mglu_ops.given import Given
 from mglu_ops.timer import layers_for
+
+COLD_BYTES = 300_000_000
+"""A graph reads at least this many bytes of experts in use, from distinct layers: six times the L2 of an H100 or H200.
+More bytes would need too much memory, because experts that are not in use take memory too."""
+
+
+class Model(NamedTuple):
+    """The sizes of a model's layers of experts."""
+
+    experts: int
+    out_features: int
+    in_features: int
+    top_k: int
+
+
+MODELS = {
+    "Qwen3-30B-A3B": Model(128, 768, 2048, 8),
+    "Mixtral 8x7B": Model(8, 14336, 4096, 2),
+    "gpt-oss-20b": Model(32, 2880, 2880, 4),
+}
+ROUTINGS = ("balanced", "skewed")
 
 
 def masks_of(packed: Tensor, i: int) -> Tensor:
@@ -33,6 +56,23 @@ def mglu(x: Tensor, weight: Tensor, packed: Tensor) -> Tensor:
         gate = x @ (weight * masks_of(packed, i)).T
         result += F.silu(gate) * (total - gate)
     return result
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    """SwiGLU's projection with two weights `[d, h]`."""
+    return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+
+def in_fp8_tokens(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round x to float8_e4m3fn. Return the rounded x and one scale per token, `[tokens, 1]`."""
+    scale = x.abs().amax(-1, keepdim=True).float().clamp_min(1e-12) / torch.finfo(torch.float8_e4m3fn).max
+    return (x / scale).to(torch.float8_e4m3fn), scale
+
+
+def in_float64(x: Tensor, rounded: bool) -> Tensor:
+    """Convert x to float64. With `rounded`, it is first rounded to fp8 with one scale per token."""
+    stored, scale = in_fp8_tokens(x) if rounded else (x, x.new_ones(()))
+    return stored.double() * scale.double()
 
 
 class Layers:
@@ -85,9 +125,152 @@ class Layers:
             self._known["mglu", i] = mglu(self.x, self.weight(i, torch.float64), self.packed[i])
         return self._known["mglu", i]
 
-    def swiglu_oracle(self, i: int) -> Tensor:
-        """The float64 result of SwiGLU layer i, cached. Its gate is weight 2 i, and its value is weight 2 i + 1."""
-        if ("swiglu", i) not in self._known:
+    def swiglu_oracle(self, i: int, rounded: bool = False) -> Tensor:
+        """The float64 result of SwiGLU layer i, cached. Its gate is weight 2 i, and its value is weight 2 i + 1.
+
+        With `rounded`, x is rounded to fp8 with one scale per token.
+        """
+        name = "swiglu, rounded" if rounded else "swiglu"
+        if (name, i) not in self._known:
             gate, up = (self.weight(j, torch.float64) for j in (2 * i, 2 * i + 1))
-            self._known["swiglu", i] = swiglu(self.x.double(), gate, up)
-        return self._known["swiglu", i]
+            self._known[name, i] = swiglu(in_float64(self.x, rounded), gate, up)
+        return self._known[name, i]
+
+
+def route(model: Model, tokens: int, routing: str, device: str) -> Tensor:
+    """Random expert ids `[tokens, top_k]`, int64. The ids of a token differ.
+
+    With the routing "balanced", experts have equal probabilities. With "skewed", their probabilities are in proportion
+    to 1 / rank with random ranks.
+    """
+    ranks = torch.randperm(model.experts, device=device) + 1.0
+    probabilities = 1 / ranks if routing == "skewed" else torch.ones_like(ranks)
+    return torch.multinomial(probabilities.expand(tokens, -1), model.top_k)
+
+
+class ExpertLayers:
+    """Distinct layers of experts with the same input: MGLU and SwiGLU of equal width, optionally with down projections.
+
+    Args:
+        model: the sizes: E experts with weights `[d, h]`.
+        tokens: number of rows of the input.
+        routing: one of `ROUTINGS`, as in `route`.
+        weight_format: "dense", or a format with one scale per row.
+        masks: numbers of masks.
+        whole: the layers have down projections too.
+        dtype: dtype of x and dense weights.
+        device: device of all tensors.
+        count: number of layers. By default, enough for the weights of their experts in use, without masks, to exceed
+            `COLD_BYTES` together.
+
+    Attributes:
+        x: `[tokens, h]`.
+        ids: chosen experts `[tokens, top_k]`, for each layer.
+        expert_weights: `[tokens, top_k]`, for each layer.
+        both: SwiGLU's stored weights `[E, 2 d, h]` of E experts with gates above values, for each layer.
+        both_scales: scales `[E, 2 d]` of `both`, or None for dense weights, for each layer.
+        weights, scales: MGLU's stored weights `[E, d, h]` and scales `[E, d]`, copies of SwiGLU's gates.
+        packed: number of masks -> packed masks `[E, d, h / 8, n_masks]`, for each layer.
+        down: dense weights `[E, h, d]` of the down projections, for each layer; None unless `whole`.
+        used: number of experts in use, for each layer.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tokens: int,
+        routing: str = "balanced",
+        weight_format: str = "dense",
+        masks: tuple[int, ...] = (1, 4),
+        whole: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str = "cuda",
+        count: int | None = None,
+    ) -> None:
+        self.model, self.format, self.whole = model, FORMATS[weight_format], whole
+        experts, d, h, top_k = model
+        if count is None:
+            chosen = route(model, tokens, routing, device).unique().numel()
+            count = layers_for(chosen * d * h * (self.format.dtype or dtype).itemsize, COLD_BYTES)
+        self.count = count
+        self.x = torch.randn(tokens, h, device=device).to(dtype)
+        self.ids = [route(model, tokens, routing, device) for _ in range(count)]
+        shares = (torch.rand(tokens, top_k, device=device) for _ in range(count))
+        self.expert_weights = [(one / one.sum(-1, keepdim=True)).to(dtype) for one in shares]
+        self.used = [ids.unique().numel() for ids in self.ids]
+
+        def random(out_features: int, in_features: int) -> Tensor:
+            return (torch.randn(out_features, in_features, device=device) / in_features**0.5).to(dtype)
+
+        self.both: list[Tensor] = []
+        self.both_scales: list[Tensor | None] = []
+        for _ in range(count):  # quantizing takes much memory, so it runs expert by expert
+            made = [self.format.quantize(random(2 * d, h)) for _ in range(experts)]
+            scales = [scale for _, scale in made if scale is not None]
+            self.both.append(torch.stack([stored for stored, _ in made]))
+            self.both_scales.append(torch.stack(scales) if scales else None)
+        self.weights = [both[:, :d].contiguous() for both in self.both]
+        self.scales = [None if scales is None else scales[:, :d].contiguous() for scales in self.both_scales]
+        octets = experts, d, h // 8
+        self.packed = {
+            n: [torch.randint(256, (*octets, n), dtype=torch.uint8, device=device) for _ in range(count)] for n in masks
+        }
+        self.down = [torch.stack([random(h, d) for _ in range(experts)]) if whole else None for _ in range(count)]
+        self._known: dict[tuple[int, int, bool], Tensor] = {}
+
+    @property
+    def pairs_of_expert(self) -> float:
+        """The mean number of tokens of an expert in use."""
+        return self.x.shape[0] * self.model.top_k * self.count / sum(self.used)
+
+    # --- Results in float64 -------------------------------------------------------------------------------------------
+
+    def _decoded(self, i: int, expert: int) -> tuple[Tensor, Tensor]:
+        """The gate and value weights of SwiGLU, each `[d, h]` in float64. The gate is also MGLU's weight."""
+        scales = self.both_scales[i]
+        scale = None if scales is None else scales[expert]
+        gate, value = self.format.dequantize(self.both[i][expert], scale, torch.float64).chunk(2)
+        return gate, value
+
+    def _of_experts(self, i: int, width: int, result_of: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """The results of all pairs, from `result_of(expert, pairs)`. Pair `t * top_k + k` is token t's k-th expert."""
+        pairs = self.ids[i].flatten()
+        result = torch.empty(len(pairs), width, dtype=torch.float64, device=pairs.device)
+        for expert in pairs.unique().tolist():
+            rows = (pairs == expert).nonzero().flatten()
+            result[rows] = result_of(expert, rows)
+        return result
+
+    def first_half(self, i: int, n_masks: int, rounded: bool = False) -> Tensor:
+        """The float64 result of layer i's gated projection, `[tokens * top_k, d]`, cached. `n_masks` 0 is SwiGLU.
+
+        With `rounded`, x is rounded to fp8 with one scale per token.
+        """
+        if (i, n_masks, rounded) not in self._known:
+            x, top_k = in_float64(self.x, rounded), self.model.top_k
+
+            def result_of(expert: int, rows: Tensor) -> Tensor:
+                gate, value = self._decoded(i, expert)
+                if n_masks:
+                    return mglu(x[rows // top_k], gate, self.packed[n_masks][i][expert])
+                return swiglu(x[rows // top_k], gate, value)
+
+            self._known[i, n_masks, rounded] = self._of_experts(i, self.model.out_features, result_of)
+        return self._known[i, n_masks, rounded]
+
+    def oracle(self, i: int, n_masks: int) -> Tensor:
+        """The float64 result of layer i: `[tokens, h]` if it is whole, else `first_half`. `n_masks` 0 is SwiGLU."""
+        y, down = self.first_half(i, n_masks), self.down[i]
+        if down is None:
+            return y
+        outputs = self._of_experts(i, self.model.in_features, lambda expert, rows: y[rows] @ down[expert].double().T)
+        return (outputs.view(*self.ids[i].shape, -1) * self.expert_weights[i].double()[..., None]).sum(1)
+
+    def grouped_oracle(self, i: int) -> Tensor:
+        """SwiGLU's float64 result as grouped products leave it: sorted by expert unless the layer is `whole`.
+
+        In fp8, they round x too.
+        """
+        if self.whole:
+            return self.oracle(i, 0)
+        return self.first_half(i, 0, not self.format.is_dense)[self.ids[i].flatten().argsort(stable=True)]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,9 +12,8 @@ import torch._inductor.config as inductor_config
 from torch import Tensor
 
 import mglu_ops
-from benchmarks.harness import relative_error
-from benchmarks.records import Row, measure
-from benchmarks.timing import gpu_microseconds
+from benchmarks.records import Result, Row
+from benchmarks.timing import gpu_microseconds, relative_error
 from compile_passes.backend import mglu
 from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.nn import NaiveMGLU
@@ -67,7 +65,7 @@ def times_of(model: NaiveMGLU, x: Tensor, way: Way, rounds: int) -> tuple[list[f
 
 
 @torch.no_grad()
-def bench(n_masks: int, rounds: int) -> list[Row]:
+def bench(n_masks: int, rounds: int = 30) -> list[Row]:
     """Measure one number of masks in every way."""
     (d, h), rows = SHAPE, []
     naive = NaiveMGLU(h, d, n_masks=n_masks).to("cuda", DTYPE).eval()
@@ -82,6 +80,4 @@ def bench(n_masks: int, rounds: int) -> list[Row]:
     return rows
 
 
-def run(out: Path, masks: Sequence[int] = (1, 4, 8), rounds: int = 30) -> list[Row]:
-    """Measure several numbers of masks, and write `masks_at_inference_cuda.csv` into a folder."""
-    return measure(masks, partial(bench, rounds=rounds), out, "masks_at_inference_cuda", PROTOCOL)
+RESULT = Result("masks_at_inference_cuda", (1, 4, 8), (1,), bench, PROTOCOL)

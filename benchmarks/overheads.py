@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mglu_ops
-from benchmarks.baselines import swiglu
+from benchmarks.layers import swiglu
 from benchmarks.records import Row, measure
 from benchmarks.timing import wall_microseconds
 
@@ -127,8 +127,8 @@ def first_use_rows(processes: int, at_once: int) -> list[Row]:
     ]
 
 
-def run(out: Path, rounds: int = 200, processes: int = 2, at_once: int = 4) -> list[Row]:
+def run(out: Path, resume: bool = False, *, rounds: int = 200, processes: int = 2, at_once: int = 4) -> list[Row]:
     """Measure `overheads.csv`. `processes` is the number of cold and of warm processes for each first use."""
     protocol = f"{PROTOCOL} ({processes}, {at_once} side by side)"
     parts = {"host time": partial(host_rows, rounds), "first use": partial(first_use_rows, processes, at_once)}
-    return measure(list(parts), lambda name: parts[name](), out, "overheads", protocol)
+    return measure(list(parts), lambda name: parts[name](), out, "overheads", protocol, resume)

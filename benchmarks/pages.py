@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from benchmarks import frames, jobs, summary, tables, tables_train  # noqa: F401 (imports that register tables)
+from benchmarks import frames, summary, tables  # noqa: F401 (importing `tables` registers its tables)
 from benchmarks.learning import comparisons, formats
 from benchmarks.learning import tables as learning
 
@@ -21,7 +21,6 @@ EVERY_TABLE = ROOT / "benchmarks" / "results" / "tables.md"
 FOLDERS = ("benchmarks", "compile_passes", "csrc", "mglu_ops")
 """Folders that are searched for pages. Pages in the root itself are found too."""
 TABLES: dict[str, Callable[[Path], str]] = {
-    "jobs": jobs.jobs,
     **summary.TABLES,
     **frames.TABLES,
     **learning.TABLES,

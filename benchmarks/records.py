@@ -18,14 +18,16 @@ import re
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.timing import summarise
+from benchmarks.timing import release, summarise
 
 COMMENT = "# "
+QUICK_ROUNDS = 3
 
 
 @dataclass(frozen=True)
@@ -213,10 +215,11 @@ def measure(
     protocol: str,
     resume: bool = False,
 ) -> list[Row]:
-    """Measure the problems in turn, each with `bench`.
+    """Measure the problems in turn, each with `bench`, and write `<name>.csv` into the folder `out`.
 
     After each problem, its rows are printed and all rows so far are written, so a command that is stopped loses little.
     With `resume`, the rows of an existing `<name>.csv` are kept, and problems whose `is_in(rows)` is true are skipped.
+    Problems without `is_in` are measured again.
 
     Returns:
         All rows of the result.
@@ -226,6 +229,7 @@ def measure(
     """
     rows = read(out, name) if resume else []
     facts = environment(protocol)
+    torch.manual_seed(0)
     if rows:
         earlier = read_table(out / f"{name}.csv")[0]
         for fact, value in facts.items():
@@ -236,11 +240,39 @@ def measure(
                 )
         facts["commit"] = ", ".join(dict.fromkeys([*earlier["commit"].split(", "), facts["commit"]]))
     for i, problem in enumerate(problems):
-        if resume and problem.is_in(rows):
+        if resume and hasattr(problem, "is_in") and problem.is_in(rows):
             continue
         print(f"{problem}: {i + 1} of {len(problems)}", flush=True)
+        release()
         found = bench(problem)
         print(*found, sep="\n", flush=True)
         rows = list({row.key: row for row in [*rows, *found]}.values())
         write(rows, out, name, facts)
     return rows
+
+
+@dataclass(frozen=True)
+class Result:
+    """A result to measure.
+
+    Attributes:
+        name: the result is `<name>.csv`.
+        problems: what to measure.
+        small: problems for a quick check.
+        bench: measures a problem in at most `rounds` rounds and returns its rows: `bench(problem, rounds=...)`.
+        protocol: describes the measurement, in the head of the file.
+    """
+
+    name: str
+    problems: Sequence[Any]
+    small: Sequence[Any]
+    bench: Callable[..., list[Row]]
+    protocol: str
+
+    def run(self, out: Path, resume: bool = False) -> list[Row]:
+        """Measure all problems, as in `measure`."""
+        return measure(self.problems, self.bench, out, self.name, self.protocol, resume)
+
+    def check(self, out: Path) -> list[Row]:
+        """Measure the small problems in few rounds. This shows that everything works; the times mean little."""
+        return measure(self.small, partial(self.bench, rounds=QUICK_ROUNDS), out, self.name, self.protocol)

@@ -28,11 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
 
 import mglu_ops
-from benchmarks.harness import Variant, capture, relative_error
+from benchmarks.layers import MODELS, Model
 from benchmarks.records import Row, parser_of, write
-from benchmarks.timing import clock_of, under_load
+from benchmarks.timing import Variant, capture, clock_of, relative_error, under_load
 from benchmarks.train import shape_of
-from benchmarks.train_experts import MODELS, Model
 from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.nn import MGLUExpertsFeedForward, MGLUFeedForward
 from mglu_ops.parallel import ColwiseMGLU, ParallelExperts

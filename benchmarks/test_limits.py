@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from benchmarks.compile_time import (
+    MASKED_LAYERS,
     RESNET,
+    STEPS,
     UNET,
     Case,
     captured,
@@ -24,9 +26,8 @@ from benchmarks.compile_time import (
     time_of_pass,
 )
 from benchmarks.decode import Problem, Sweep, bench, our_variants
-from benchmarks.harness import capture
 from benchmarks.layers import Layers
-from benchmarks.ordinary_models import MASKED_LAYERS, STEPS
+from benchmarks.timing import capture
 
 MAX_SHARE_OF_COMPILATION = 0.02
 CASES = [
@@ -79,7 +80,7 @@ def test_one_token(benchmark: Any, problem: Problem) -> None:
     assert ours.fraction_of_ceiling > 0.7, ours
     benchmark.extra_info.update(microseconds=ours.microseconds, fraction_of_ceiling=ours.fraction_of_ceiling)
 
-    (variant,) = our_variants(Layers(*problem.shape, problem.n_masks, 1, problem.dtype), ())
+    (variant,) = our_variants(Layers(*problem.shape, problem.masks[0], 1, problem.dtype), ())
     graph = capture(variant).graph
 
     def replay() -> None:

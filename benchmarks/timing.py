@@ -1,4 +1,7 @@
-"""The benchmarks' clocks (GPU events, wall-clock time and graph replay), and the memory that a call takes."""
+"""Times calls under load, and variants of a layer by replaying CUDA graphs, and measures the memory of a call.
+
+README.md describes the method ("GPU", "Correctness", "Bursts and clocks").
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,13 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
+from mglu_ops import accuracy
 from mglu_ops.timer import replay
 
 ROUNDS = 25
@@ -27,6 +33,15 @@ LOAD_SECONDS = 0.06
 """A call that is not a graph is repeated for this time before its clock starts, and then timed for this time."""
 SETTLED_ROUNDS = 9
 MAX_SECONDS_OF_SETTLED_ROUNDS = 10.0
+
+PROTOCOL = (
+    "CUDA graph replay, rotating layers > 1 GB, variants interleaved (up to 64 tokens all but the library GEMM; above, "
+    "in turns of 0.1 s whose second half is timed), median over rounds, us per layer"
+)
+SETTLED_PROTOCOL = (
+    "CUDA graph replay, rotating layers > 1 GB, variants in turns of {seconds:g} s whose second half is timed, median "
+    "over rounds, us per layer"
+)
 
 
 class Clock(Protocol):
@@ -125,6 +140,31 @@ def under_load(
     return times
 
 
+def allocated(device: str) -> float:
+    """The memory that tensors hold now, in MB; NaN on a CPU."""
+    return torch.cuda.memory_allocated() / 1e6 if device == "cuda" else float("nan")
+
+
+def peak(call: Callable[[], object], device: str) -> float:
+    """The peak memory of all tensors during a call, in MB, including tensors from before it; NaN on a CPU."""
+    if device != "cuda":
+        return float("nan")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() / 1e6
+
+
+def release() -> None:
+    """Release a GPU's cached memory, so that a problem does not fragment memory for the next one."""
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing before the first use of a GPU
+
+
+# --- Variants as CUDA graphs ------------------------------------------------------------------------------------------
+
+
 class GraphTimer:
     """A CUDA graph that runs `layers` layers, and the times of its rounds so far in microseconds per layer.
 
@@ -156,24 +196,97 @@ def time_graphs(timers: Sequence[GraphTimer], rounds: int = ROUNDS, settle_secon
         timer.times += times
 
 
-def allocated(device: str) -> float:
-    """The memory that tensors hold now, in MB; NaN on a CPU."""
-    return torch.cuda.memory_allocated() / 1e6 if device == "cuda" else float("nan")
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A function to time. `run(i)` computes layer i and returns the output, or None if there is nothing to check."""
+
+    name: str
+    run: Callable[[int], Tensor | None]
+    layers: int
+    oracle: Callable[[int], Tensor] | None = None
+    """`oracle(i)` is the float64 result of layer i. A variant that computes nothing has no oracle."""
+    extra: dict[str, object] = field(default_factory=dict)
+    """Further columns of the variant's row."""
 
 
-def peak(call: Callable[[], object], device: str) -> float:
-    """The peak memory of all tensors during a call, in MB, including tensors from before it; NaN on a CPU."""
-    if device != "cuda":
-        return float("nan")
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() / 1e6
+class Timing(NamedTuple):
+    """Microseconds per layer (NaN if the result is wrong), interquartile range, and relative error of the result."""
+
+    microseconds: float
+    spread: float
+    error: float = float("nan")
 
 
-def release(device: str) -> None:
-    """Release cached memory to the device, so that a problem does not fragment memory for the next one."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
+class Captured(GraphTimer):
+    """A variant as a CUDA graph, and the tensors that a replay writes, one per layer.
+
+    `check` sets `error`, the relative error of the result, and `budget`, the largest error that counts as correct.
+    """
+
+    def __init__(self, variant: Variant, graph: torch.cuda.CUDAGraph, outputs: list[Tensor | None]) -> None:
+        super().__init__(graph, variant.layers)
+        self.variant, self.outputs = variant, outputs
+        self.error, self.budget = float("nan"), float("inf")
+
+    def replay(self) -> None:
+        """Run all layers once. A reference to this bound method keeps the layers alive; one to the graph would not."""
+        self.graph.replay()
+
+    def check(self, dtype: torch.dtype) -> None:
+        """Fill the outputs with NaN, replay, and compare the first and the last layer with the oracle."""
+        oracle = self.variant.oracle
+        if oracle is None:
+            return
+        for output in self.outputs:
+            if output is not None:
+                output.fill_(float("nan"))
+        self.graph.replay()
+        torch.cuda.synchronize()
+        pairs = [(self.outputs[i], oracle(i)) for i in sorted({0, len(self.outputs) - 1})]
+        self.error = max(relative_error(output, expected) for output, expected in pairs)
+        if any(output is None or bool(output.isnan().any()) for output in self.outputs):
+            self.error = float("inf")
+        self.budget = accuracy.ERROR_BUDGET[dtype]
+
+    def timing(self) -> Timing:
+        median, spread = summarise(self.times)
+        return Timing(float("nan") if self.error > self.budget else median, spread, self.error)
+
+
+def relative_error(output: Tensor | None, expected: Tensor) -> float:
+    """The relative error of `mglu_ops.accuracy`, but infinite if the output is missing or has NaN.
+
+    NaN would count as correct, because `NaN > budget` is false, and `max` may drop NaN.
+    """
+    error = float("nan") if output is None else accuracy.relative_error(output, expected)
+    return float("inf") if math.isnan(error) else error
+
+
+def capture(variant: Variant) -> Captured:
+    """Capture one run over all layers of a variant, after two warm-up calls that compile."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+
+    def warm_up() -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                variant.run(0)
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+
+    first_call(variant.name, warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [variant.run(i) for i in range(variant.layers)]
+    return Captured(variant, graph, outputs)
+
+
+def measure(
+    variants: Sequence[Variant], dtype: torch.dtype, rounds: int = ROUNDS, settle_seconds: float = 0.0
+) -> dict[Variant, Timing]:
+    """Check variants against the error budget of `dtype`, and time them together with `time_graphs`."""
+    captured = [capture(variant) for variant in variants]
+    for one in captured:
+        one.check(dtype)
+    time_graphs(captured, rounds, settle_seconds)
+    return {one.variant: one.timing() for one in captured}

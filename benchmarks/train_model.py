@@ -1,10 +1,8 @@
 """Times a training step of whole language models with SwiGLU, with naive SwiMGLU and with fused SwiMGLU.
 
-python -m benchmarks.train_model --out DIR [--resume]
-
 A step is forward, backward and AdamW (fused) on random tokens. As in the paper, SwiMGLU replaces SwiGLU and nothing
 else changes, so all models have the same widths. With one mask, SwiMGLU has as many parameters as SwiGLU, if
-its mask logits count. Blocks and loss are compiled. `--resume` works as in benchmarks/train.py.
+its mask logits count. Blocks and loss are compiled.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import torch
@@ -21,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.decoder import Projection, Sizes, creating
 from benchmarks.language_model import LanguageModel, count, share_tensors
-from benchmarks.records import Row, measure, parser_of
+from benchmarks.records import Result, Row
 from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, allocated, clock_of, peak, release, under_load
 from mglu_ops.nn import GLU, MGLU, NaiveMGLU
 
@@ -160,7 +157,7 @@ def trainings(problem: Problem, device: str) -> tuple[dict[str, Training], dict[
     shared = optimizer(naive)
     pair = {"naive": training(naive, shared), "fused": training(fused, shared)}
     error = distance(pair["fused"].gradients(), pair["naive"].gradients())
-    release(device)
+    release()
     for name, one in pair.items():
         add(name, one, held)
     return found, columns, float(f"{error:.3g}")
@@ -170,9 +167,8 @@ def bench(
     problem: Problem, device: str = "cuda", rounds: int = SETTLED_ROUNDS, load: float = LOAD_SECONDS
 ) -> list[Row]:
     """Measure one problem, and return a row for each model. `bench` in benchmarks/train.py describes the arguments."""
-    release(device)
     found, columns, distance = trainings(problem, device)
-    release(device)
+    release()
     times = under_load({name: training.step for name, training in found.items()}, clock_of(device), rounds, load)
     sizes, batch = problem.model
     size = batch * sizes.context, (sizes.intermediate, sizes.hidden), problem.n_masks
@@ -188,12 +184,4 @@ def bench(
     ]
 
 
-def run(problems: Sequence[Problem], out: Path, rounds: int = SETTLED_ROUNDS, resume: bool = False) -> list[Row]:
-    """Measure problems, and write `train_model.csv` into a folder."""
-    torch.manual_seed(0)
-    return measure(problems, lambda one: bench(one, rounds=rounds), out, "train_model", PROTOCOL, resume)
-
-
-if __name__ == "__main__":
-    options = parser_of(__doc__, resume=True).parse_args()
-    run(PROBLEMS, options.out, resume=options.resume)
+RESULT = Result("train_model", PROBLEMS, [SMALL], bench, PROTOCOL)

@@ -98,7 +98,6 @@ def explain_dispatch(*args: Any, **kwargs: Any) -> Choice:
             not one of `mglu_ops.given.OPERATORS`.
         TableError: a table of launches (`MGLU_TUNING_TABLE`) cannot be used.
         RuntimeError: the batch-invariant mode is on, and no kernel can run the call in it.
-        NotImplementedError: no backend runs the operator on this device.
     """
     op: Any = torch.ops.mglu.forward
     if args and isinstance(args[0], (OpOverload, OpOverloadPacket)):
@@ -147,10 +146,8 @@ def choose(task: Task, call: Call) -> Choice:
         if reason is None:
             return _chosen(backend, backend.describe(task, call), call, declined)
         declined.append(reason)
-    problem = "; ".join(dict.fromkeys(map(str, declined)))
-    if call.batch_invariant:
-        raise RuntimeError(REFUSED.format(problem or "training"))
-    raise NotImplementedError(f"x: got {call.dtype} on {call.device}, for which no backend runs {task!r}: {problem}")
+    assert call.batch_invariant  # otherwise, the backend `composite` runs every task
+    raise RuntimeError(REFUSED.format("; ".join(dict.fromkeys(map(str, declined))) or "training"))
 
 
 def _candidates(task: Task, call: Call) -> list[Backend]:

@@ -56,6 +56,16 @@ class Given(NamedTuple):
         check_dense("offs", offs)  # torch accepts None for a tensor
         return Given(x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest has no offs
 
+    @staticmethod
+    def of_train(x: Tensor, weight: Tensor, packed_masks: Tensor, *options: Any) -> Given:
+        """Take the arguments of `mglu::forward_train` in its schema's order."""
+        return SteGiven(x, weight, packed_masks, *options).packed(packed_masks)
+
+    @staticmethod
+    def of_grouped_train(x: Tensor, weight: Tensor, packed_masks: Tensor, offs: Tensor, *options: Any) -> Given:
+        """Take the arguments of `mglu::grouped_forward_train` in its schema's order."""
+        return SteGiven.of_offs(x, weight, packed_masks, offs, *options).packed(packed_masks)
+
     @property
     def out_features(self) -> int:
         return self.packed_masks.shape[-3]
@@ -117,15 +127,14 @@ class Given(NamedTuple):
 
     def of_expert(self, expert: int, x: Tensor, mask_weights: Tensor | None) -> Given:
         """The arguments of one expert's layer, for rows of x and their mask weights."""
-        return Given(
-            x,
-            self.weight[expert],
-            self.packed_masks[expert],
-            self.activation,
-            mask_weights,
-            None if self.weight_scale is None else self.weight_scale[expert],
-            self.weight_format,
-            self.activation_format,
+        return self._replace(
+            x=x,
+            weight=self.weight[expert],
+            packed_masks=self.packed_masks[expert],
+            mask_weights=mask_weights,
+            weight_scale=None if self.weight_scale is None else self.weight_scale[expert],
+            expert_ids=None,
+            offs=None,
         )
 
 
@@ -152,7 +161,8 @@ class SteGiven(NamedTuple):
 
     def packed(self, packed_masks: Tensor) -> Given:
         """The arguments of the layer with packed masks in place of the logits."""
-        return Given(self.x, self.weight, packed_masks, self.activation, self.mask_weights, offs=self.offs)
+        options = dict(zip(_option_names(SteGiven), options_of(self), strict=True))
+        return Given(self.x, self.weight, packed_masks, **options, offs=self.offs)
 
 
 class DownGiven(NamedTuple):
@@ -275,11 +285,11 @@ def schema_of_options(arguments: type[Given | SteGiven | DownGiven]) -> str:
 OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
     "forward": ("forward", Given),
     "forward_ste": ("ste", SteGiven),
-    "forward_train": ("train", Given),
+    "forward_train": ("train", Given.of_train),
     "backward": ("backward", BackwardGiven),
     "grouped_forward": ("forward", Given.of_offs),
     "grouped_forward_ste": ("ste", SteGiven.of_offs),
-    "grouped_forward_train": ("train", Given.of_offs),
+    "grouped_forward_train": ("train", Given.of_grouped_train),
     "grouped_backward": ("backward", BackwardGiven.of_offs),
     "experts_forward": ("forward", Given.of_ids),
     "experts_down": ("down", DownGiven),

@@ -61,7 +61,7 @@ class Training:
         teacher: Mapping[str, Tensor] | None = None,
     ) -> None:
         if device == "cuda":
-            release(device)  # so that the previous run's memory does not count in `peak_mb`
+            release()  # so that the previous run's memory does not count in `peak_mb`
         if (tokens := len(corpus.token_bytes)) > recipe.sizes.vocabulary:
             raise ValueError(f"vocabulary: got {recipe.sizes.vocabulary}, must be at least the corpus's {tokens}")
         self.recipe, self.corpus, self.device = recipe, corpus, device

@@ -16,9 +16,8 @@ import torch
 
 from benchmarks import decode, pages, suites
 from benchmarks.ceiling import GEMM_TOKENS, floor
-from benchmarks.harness import relative_error
 from benchmarks.records import Row, read, read_table, write, write_table
-from benchmarks.timing import summarise
+from benchmarks.timing import relative_error, summarise
 from mglu_ops import bench
 from mglu_ops.__main__ import main
 from mglu_ops.timer import BYTES_OF_LAYERS, layers_for
@@ -82,7 +81,7 @@ def test_sweep_measures_each_problem_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     calls: list[tuple[Any, ...]] = []
 
     def measured(one: decode.Problem, rounds: int) -> list[Row]:
-        (d, h), n_masks, tokens, case = one.shape, one.n_masks, one.tokens, one.case
+        (d, h), (n_masks,), tokens, case = one.shape, one.masks, one.tokens, one.case
         assert one.settle_seconds == 0.25
         calls.append((d, h, n_masks, tokens, one.baselines, one.tuned, case))
         assert one.weight_format == (case if case == "fp8_row" else "dense")
@@ -91,7 +90,7 @@ def test_sweep_measures_each_problem_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(decode, "bench", measured)
     shapes = {(64, 32): "a", (32, 16): "b"}
     sweep = decode.Sweep((1, 2), (1, 4), baselines=("naive", "swiglu"), shapes=shapes, settle_seconds=0.25)
-    found = decode.run(sweep, tmp_path, "some")
+    found = sweep.result("some").run(tmp_path)
     assert calls[:4] == [
         (64, 32, 1, 1, ("naive", "swiglu"), True, "a"),
         (64, 32, 4, 1, ("naive",), True, "a"),  # SwiGLU has no masks, so it is measured for one number only
@@ -101,7 +100,7 @@ def test_sweep_measures_each_problem_once(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert len(calls) == len(found) == len(read(tmp_path, "some")) == 8
     assert "in turns of 0.5 s" in read_table(tmp_path / "some.csv")[0]["protocol"]
     calls.clear()
-    decode.run(replace(sweep, weight_formats=("dense", "fp8_row")), tmp_path, "some")
+    replace(sweep, weight_formats=("dense", "fp8_row")).result("some").run(tmp_path)
     assert [case for *_, case in calls[:8]] == ["a"] * 4 + ["fp8_row"] * 4
     assert sweep.quick() == replace(sweep, tokens=(1,), masks=(1,), shapes={(32, 16): "b"}, settle_seconds=0.0)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from benchmarks import decode_model
 from benchmarks.decoder import Decoder, Sizes
-from benchmarks.harness import relative_error
-from benchmarks.records import Row, read
+from benchmarks.records import Row, measure, read
+from benchmarks.timing import relative_error
 
 SIZES = Sizes(layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, vocabulary=50, context=16)
 
@@ -139,10 +139,10 @@ def test_bytes_of_weights_count_each_matrix_once() -> None:
         assert model.weight_bytes() == 2 * numbers + SIZES.layers * n_masks * d * h // 8
 
 
-def test_problems_that_were_measured_are_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_problems_that_were_measured_are_left_out(tmp_path: Path) -> None:
     measured: list[tuple[int, int]] = []
 
-    def bench(problem: decode_model.Problem, rounds: int) -> list[Row]:
+    def bench(problem: decode_model.Problem) -> list[Row]:
         assert not problem.fp8
         measured.append((problem.sizes.layers, problem.batch))
         size = problem.batch, problem.sizes.intermediate, problem.sizes.hidden, 0
@@ -151,9 +151,8 @@ def test_problems_that_were_measured_are_left_out(monkeypatch: pytest.MonkeyPatc
             for i in range(problem.compilations)
         ]
 
-    monkeypatch.setattr(decode_model, "bench", bench)
-    problems = decode_model.IN_BFLOAT16
-    decode_model.run(problems[:2], tmp_path)
-    decode_model.run(problems, tmp_path, resume=True)
+    problems = decode_model.PROBLEMS
+    measure(problems[:2], bench, tmp_path, "decode_model", decode_model.PROTOCOL)
+    measure(problems, bench, tmp_path, "decode_model", decode_model.PROTOCOL, resume=True)
     assert measured == [(16, 1), (16, 8), (16, 32), (32, 1), (32, 8), (32, 32)]
     assert len(read(tmp_path, "decode_model")) == 3 + 5  # a row for each compilation of each problem

@@ -11,17 +11,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import expert_baselines, expert_layers, experts, pages
-from benchmarks.expert_baselines import TILES, first_half_variants, layer_variants, tiles_for
-from benchmarks.expert_layers import ExpertLayers, Model, route
-from benchmarks.harness import Timing, Variant
-from benchmarks.layers import masks_of
+from benchmarks import baselines, decode, pages
+from benchmarks.baselines import TILES, expert_swiglu_variants, tiles_for
+from benchmarks.layers import ROUTINGS, ExpertLayers, Model, masks_of, route
 from benchmarks.records import Row, read, write
+from benchmarks.timing import Timing, Variant
 from mglu_ops.backends import triton as triton_backend
 from tests.support import commands
 from tests.support.commands import row
 
-MODEL = Model("small", experts=6, d=40, h=48, top_k=3)
+MODEL = Model(experts=6, out_features=40, in_features=48, top_k=3)
 NAN = float("nan")
 
 
@@ -31,23 +30,22 @@ def small(tokens: int, **options: Any) -> ExpertLayers:
     return ExpertLayers(MODEL, tokens, device="cpu", **options)
 
 
-@pytest.mark.parametrize("skewed", [False, True])
-def test_routings_choose_different_experts_for_a_token(skewed: bool) -> None:
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routings_choose_different_experts_for_a_token(routing: str) -> None:
     torch.manual_seed(0)
-    model = Model("some", 32, 8, 8, 4)
-    ids = route(model, 4096, skewed, "cpu")
+    ids = route(Model(32, 8, 8, 4), 4096, routing, "cpu")
     assert ids.shape == (4096, 4)
     assert (ids.sort(-1).values.diff(dim=-1) > 0).all()
     loads = ids.flatten().bincount(minlength=32)
-    assert (loads.max() / loads.float().mean() > 4) == skewed
+    assert (loads.max() / loads.float().mean() > 4) == (routing == "skewed")
     assert loads.min() > 0
 
 
 def test_layers_are_as_many_as_make_the_experts_in_use_cold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(expert_layers, "COLD_BYTES", 30_000)
+    monkeypatch.setattr("benchmarks.layers.COLD_BYTES", 30_000)
     layers = ExpertLayers(MODEL, 1, weight_format="fp8_row", masks=(1,), device="cpu")
     assert layers.used == [MODEL.top_k] * layers.count
-    bytes_in_use = MODEL.top_k * MODEL.d * MODEL.h
+    bytes_in_use = MODEL.top_k * MODEL.out_features * MODEL.in_features
     assert (layers.count - 1) * bytes_in_use < 30_000 <= layers.count * bytes_in_use
 
 
@@ -55,7 +53,7 @@ def test_results_in_float64_are_the_formulas() -> None:
     """The oracle computes the formulas for one token and expert at a time, with unpacked masks."""
     layers, i = small(5, whole=True), 1
     for n_masks in (0, 2):
-        expected = torch.zeros(5, MODEL.h, dtype=torch.float64)
+        down, expected = layers.down[i], torch.zeros(5, MODEL.in_features, dtype=torch.float64)
         for token in range(5):
             x = layers.x[token].double()
             for k, expert in enumerate(layers.ids[i][token].tolist()):
@@ -65,8 +63,8 @@ def test_results_in_float64_are_the_formulas() -> None:
                     masks = [masks_of(layers.packed[n_masks][i][expert], m).double() for m in range(n_masks)]
                     y = sum((F.silu((gate * m) @ x) * ((gate * (1 - m)) @ x) for m in masks), torch.zeros(()))
                 torch.testing.assert_close(layers.first_half(i, n_masks)[token * MODEL.top_k + k], y)
-                expected[token] += layers.expert_weights[i][token, k].double() * (layers.down[i][expert].double() @ y)
-        torch.testing.assert_close(layers.layer(i, n_masks), expected)
+                expected[token] += layers.expert_weights[i][token, k].double() * (down[expert].double() @ y)
+        torch.testing.assert_close(layers.oracle(i, n_masks), expected)
 
 
 def scaled_grouped_mm(x: Tensor, weight: Tensor, x_scale: Tensor, scale: Tensor, offs: Tensor, **_: object) -> Tensor:
@@ -82,16 +80,13 @@ def test_operators_and_forms_of_swiglu_compute_their_layers(monkeypatch: Any, we
     """Checks our operators and SwiGLU in torch; `test_triton_kernels_compute_their_layers` checks SwiGLU in Triton."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
-    expert_baselines._compiled.cache_clear()
-    whole = weight_format == "dense"
-    layers = small(tokens, weight_format=weight_format, whole=whole)
-    found = [*first_half_variants(layers), *(layer_variants(layers) if whole else ())]
-    found = [one for one in found if "Triton" not in one.name]
-    assert len(found) == (1 + (tokens <= 8)) * (1 + whole)
-    ours = [one for halves in {False, whole} for one in experts.our_variants(layers, halves).values()]
-    assert len(ours) == 2 * (1 + whole)
-    check([*found, *ours])
-    expert_baselines._compiled.cache_clear()
+    baselines._compiled.cache_clear()
+    for whole in {False, weight_format == "dense"}:
+        layers = small(tokens, weight_format=weight_format, whole=whole)
+        found = [one for one in expert_swiglu_variants(layers) if "Triton" not in one.name]
+        assert len(found) == 1 + (tokens <= 8)
+        check([*found, *(decode.our_expert_variant(layers, n_masks) for n_masks in (1, 2))])
+    baselines._compiled.cache_clear()
 
 
 def check(variants: list[Variant]) -> None:
@@ -111,14 +106,12 @@ def test_triton_kernels_compute_their_layers() -> None:
 
 def check_triton() -> None:
     narrow, deep = TILES[0]._replace(depth=16), TILES[-1]._replace(pairs=32, columns=16)
-    for tokens, tile, skewed in ((1, narrow, False), (5, deep, False), (23, narrow, True)):
-        expert_baselines.tiles_for = lambda pairs: [tile]  # type: ignore[assignment]  # noqa: B023
-        layers = small(tokens, skewed=skewed, whole=True)
-        found = [*first_half_variants(layers), *layer_variants(layers)]
-        found += first_half_variants(small(tokens, skewed=skewed, weight_format="fp8_row"))
-        found = [one for one in found if "Triton" in one.name]
-        assert len(found) == 3
-        check(found)
+    for tokens, tile, routing in ((1, narrow, "balanced"), (5, deep, "balanced"), (23, narrow, "skewed")):
+        baselines.tiles_for = lambda pairs: [tile]  # type: ignore[assignment]  # noqa: B023
+        for options in ({}, {"whole": True}, {"weight_format": "fp8_row"}):
+            found = expert_swiglu_variants(small(tokens, routing=routing, **options))
+            (variant,) = (one for one in found if "Triton" in one.name)
+            check([variant])
 
 
 def test_tiles_are_near_the_pairs_of_an_expert() -> None:
@@ -132,46 +125,46 @@ def small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the benchmark build layers on a CPU, and take times from a table instead of measuring variants."""
     times = {"read ceiling": 8.0, "mglu": 10.0, "SwiGLU bmm": 30.0, "SwiGLU grouped_mm": 20.0, "SwiGLU Triton": 25.0}
 
-    def measure(variants: list[Variant], dtype: torch.dtype, rounds: int, settle: float) -> dict[str, Timing]:
+    def measure(variants: list[Variant], dtype: torch.dtype, rounds: int, settle: float) -> dict[Variant, Timing]:
         assert (dtype, rounds) == (torch.bfloat16, 7)
         found = {}
         for position, one in enumerate(variants):
             (time,) = (time for name, time in times.items() if one.name.startswith(name))
-            found[one.name] = Timing(time + 0.01 * position, 0.5, 0.002)
+            found[one] = Timing(time + 0.01 * position, 0.5, 0.002)
         return found
 
     def layers(model: Model, *options: Any) -> ExpertLayers:
         return ExpertLayers(MODEL, *options, device="cpu", count=2)
 
-    monkeypatch.setattr(experts, "measure", measure)
-    monkeypatch.setattr(experts, "ExpertLayers", layers)
-    monkeypatch.setattr(experts, "reader", lambda weights, masks: lambda i: None)
-    monkeypatch.setattr(experts, "launches", lambda variant: len(variant.name))
-    monkeypatch.setattr(experts, "runs", lambda variant: "128" not in variant.name)
+    monkeypatch.setattr(decode, "measure", measure)
+    monkeypatch.setattr(decode, "ExpertLayers", layers)
+    monkeypatch.setattr(decode, "reader", lambda weights, masks: lambda i: None)
+    monkeypatch.setattr(decode, "launches", lambda variant: len(variant.name))
+    monkeypatch.setattr(decode, "runs", lambda variant: "128" not in variant.name)
 
 
 @pytest.mark.usefixtures("small_problems")
 def test_rows_of_a_problem(tmp_path: Path) -> None:
-    problem = replace(experts.PROBLEMS["experts_layer"][0], tokens=8)
-    found = experts.run([problem], tmp_path, "experts_layer", rounds=7)
+    sweep = replace(decode.SWEEPS["experts_layer"], tokens=(8,), routings=("balanced",), shapes={MODEL: "small"})
+    found = sweep.result("experts_layer", rounds=7).run(tmp_path)
     by_name = {(one.variant, one.n_masks): one for one in found}
     kinds = [(name.partition(",")[0], n_masks) for name, n_masks in by_name]
     ours = [("read ceiling", 1), ("mglu", 1), ("read ceiling", 4), ("mglu", 4)]
     assert kinds[:7] == [*ours, ("SwiGLU bmm", 0), ("SwiGLU grouped_mm", 0), ("SwiGLU Triton", 0)]
     assert all(one.extra == {"left_out": "refused"} for one in found[7:])
-    assert {one.case for one in found} == {"Qwen3-30B-A3B, balanced"}
+    assert {one.case for one in found} == {"small, balanced"}
     mglu = by_name["mglu", 4]
-    assert mglu.fraction_of_ceiling == pytest.approx(8.01 / 10.03)
-    assert mglu.extra == {"experts_in_use": 6.0, "launches": len("mglu, n_m = 4")}
+    assert mglu.fraction_of_ceiling == pytest.approx(8.02 / 10.03)
+    assert mglu.extra == {"experts_in_use": 6.0, "launches": len("mglu")}
     assert not any(one.is_wrong for one in found)
-    again = experts.run([problem], tmp_path, "experts_layer", rounds=7, resume=True)
+    again = sweep.result("experts_layer", rounds=7).run(tmp_path, resume=True)
     assert len(again) == len(found) == len(read(tmp_path, "experts_layer"))
 
 
 def test_of_tiles_the_fastest_and_the_wrong_ones_stay() -> None:
     times = {"SwiGLU Triton, a": 3.0, "SwiGLU Triton, b": NAN, "SwiGLU Triton, c": 2.0, "SwiGLU bmm": 9.0}
     variants = [Variant(name, lambda i: None, 1) for name in times]
-    kept = experts.fastest_tile(variants, {name: Timing(time, 0.1) for name, time in times.items()})
+    kept = decode.fastest_tile(variants, {one: Timing(times[one.name], 0.1) for one in variants})
     assert [one.name for one in kept] == ["SwiGLU Triton, b", "SwiGLU Triton, c", "SwiGLU bmm"]
 
 

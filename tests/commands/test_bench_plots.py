@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import suites
+from benchmarks import decode, suites
 from benchmarks.frames import load
 from benchmarks.records import Row, read_table, write
 from tests.support.commands import row
@@ -67,7 +67,7 @@ def test_layers_and_models_come_from_the_results(plots: Any) -> None:
     shapes = [label.get_text().splitlines()[-1].split(" x ") for label in left.get_yticklabels()]
     models = {"Llama-3.2 1B": 8192, "Llama-3.1 8B": 14336}
     assert [label.get_text() for label in right.get_yticklabels()] == list(models)
-    assert [tuple(map(int, shape)) for shape in shapes] == list(suites.MODELS)
+    assert [tuple(map(int, shape)) for shape in shapes] == list(decode.MODEL_LAYERS)
     lines = committed("models")
     for n_masks, label in ((1, "1 mask"), (4, "4 masks"), (8, "8 masks")):
         swiglu = [least(lines, "SwiGLU", out_features=d, in_features=h) for d, h in shapes]

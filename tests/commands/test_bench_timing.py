@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import decode, timing
-from benchmarks.harness import Captured, Variant
-from benchmarks.layers import masks_of
-from benchmarks.timing import GraphTimer, time_graphs, under_load
+from benchmarks.ceiling import GEMM
+from benchmarks.layers import Layers, masks_of
+from benchmarks.timing import Captured, GraphTimer, Timing, Variant, time_graphs, under_load
 
 
 class Clock:
@@ -169,3 +169,37 @@ def test_baselines_compute_their_layers(monkeypatch: pytest.MonkeyPatch) -> None
             output = variant.run(i)
             assert output is not None
             torch.testing.assert_close(output.double(), variant.oracle(i), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 128])
+def test_rows_of_a_layer(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
+    """Layers on a CPU, and times from a table. Of few tokens the GEMM is measured alone; of one it is not."""
+    times = {"read ceiling": 8.0, "mglu": 10.0, "naive": 40.0, "SwiGLU": 20.0, GEMM: 4096.0}
+    together: list[tuple[list[str], float]] = []
+
+    def measure(variants: list[Variant], dtype: torch.dtype, rounds: int, settle: float = 0.0) -> dict[Variant, Timing]:
+        together.append(([one.name for one in variants], settle))
+        return {one: Timing(times[next(name for name in times if one.name.startswith(name))], 0.5) for one in variants}
+
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    monkeypatch.setattr(decode, "measure", measure)
+    monkeypatch.setattr(decode, "reader", lambda weights, masks: lambda i: None)
+    monkeypatch.setattr(decode, "gemm", lambda weights: Variant(GEMM, lambda i: weights[i], 2))
+    monkeypatch.setattr(decode, "Layers", partial(Layers, device="cpu", count=4))
+    (problem,) = decode.Sweep((tokens,), (1,), baselines=decode.BASELINES, shapes={(64, 32): "decode"}).problems()
+    rows = {row.variant: row for row in decode.bench(problem, rounds=7)}
+    first, *others = together
+    assert [name for name in rows if name not in (GEMM, "floor")] == [name for name in first[0] if name != GEMM]
+    assert (GEMM in first[0], bool(first[1]), others) == (
+        tokens == 128,
+        tokens == 128,
+        [([GEMM], 0.0)] * (tokens == 16),
+    )
+    assert {(row.case, row.tokens, row.shape, row.n_masks, row.dtype) for row in rows.values()} == {
+        ("decode", tokens, (64, 32), 1, "bfloat16")
+    }
+    assert rows["mglu cpu"].extra == {"chosen": True}
+    assert rows["mglu composite"].fraction_of_ceiling == 0.8
+    assert rows["floor"].microseconds == (128.0 if tokens == 128 else 16.0 if tokens == 16 else 8.0)
+    assert list(rows)[-1] == "floor"
+    assert (GEMM in rows) == (tokens > 1)

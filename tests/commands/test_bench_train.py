@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import pages, records, timing, train, train_layers
+from benchmarks import pages, records, timing, train
 from benchmarks.records import Row, read, read_table
-from benchmarks.train_layers import FUSED, GEMMS, MODULE, NAIVE, OPERATOR, RECOMPUTING, SWIGLU, TRICK
+from benchmarks.train import FUSED, GEMMS, MODULE, NAIVE, OPERATOR, RECOMPUTING, SWIGLU, TRICK
 from mglu_ops.accuracy import ERROR_BUDGET
 from tests.support.commands import row
 from tests.support.families import quick_only_for
@@ -58,12 +58,12 @@ def test_the_compiled_forms_compile() -> None:
 
 def test_oracle_is_the_naive_layer_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only checked tokens have an upstream gradient, so gradients of parameters are sums over the checked tokens."""
-    monkeypatch.setattr(train_layers, "CHECKED_TOKENS", 4)
+    monkeypatch.setattr(train, "CHECKED_TOKENS", 4)
     torch.manual_seed(0)
-    training = train_layers.Training(PROBLEM.shape, PROBLEM.tokens, PROBLEM.n_masks, "cpu")
-    oracle = train_layers.Oracle(training)
+    training = train.Training(PROBLEM, "cpu")
+    oracle = train.Oracle(training)
     assert int(oracle.grad_output.any(dim=1).sum()) == 4
-    wide = train_layers.Training(PROBLEM.shape, PROBLEM.tokens, PROBLEM.n_masks, "cpu")
+    wide = train.Training(PROBLEM, "cpu")
     wide.naive.load_state_dict(training.naive.state_dict())
     wide.naive.double()
     wide.x = training.x.detach().double().requires_grad_()
@@ -80,8 +80,8 @@ def test_oracle_is_the_naive_layer_in_float64(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("no_compiler")
 def test_a_step_drops_the_gradients_of_the_one_before() -> None:
-    training = train_layers.Training(PROBLEM.shape, PROBLEM.tokens, PROBLEM.n_masks, "cpu")
-    step = train_layers.steps(training)[OPERATOR]
+    training = train.Training(PROBLEM, "cpu")
+    step = train.steps(training)[OPERATOR]
     step()
     first = [leaf.grad for leaf in training.leaves()]
     step()
@@ -93,16 +93,14 @@ def test_a_step_drops_the_gradients_of_the_one_before() -> None:
     assert [leaf.grad for leaf in training.leaves()] == [None] * 3
 
 
-def replace_layer(
-    monkeypatch: pytest.MonkeyPatch, name: str, other: Callable[[train_layers.Layer], train_layers.Layer]
-) -> None:
+def replace_layer(monkeypatch: pytest.MonkeyPatch, name: str, other: Callable[[train.Layer], train.Layer]) -> None:
     """Let `train` measure `other(layer)` instead of the layer of variant `name`."""
     whole = train.steps
 
-    def steps(training: train_layers.Training) -> dict[str, train_layers.Step]:
+    def steps(training: train.Training) -> dict[str, train.Step]:
         found = whole(training)
         layer = other(found[name].layer)
-        return found | {name: train_layers.Step(training, layer, training.naive.parameters())}
+        return found | {name: train.Step(training, layer, training.naive.parameters())}
 
     monkeypatch.setattr(train, "steps", steps)
 
@@ -114,7 +112,7 @@ def test_a_variant_that_does_not_fit_into_memory_is_reported(monkeypatch: pytest
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     replace_layer(monkeypatch, NAIVE, lambda layer: too_large)
-    rows = train.run([PROBLEM], tmp_path, "cpu", rounds=1, load=0.0)
+    rows = records.measure([PROBLEM], bench, tmp_path, "train", "by the clock")
     (naive,) = (one for one in rows if one.variant == NAIVE)
     assert (naive.extra["left_out"], naive.is_wrong, naive.has_time) == ("out of memory", False, False)
     assert all(one.has_time for one in rows if one is not naive)

@@ -9,17 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks import train_experts as bench
-from benchmarks.train_layers import NAIVE, OPERATOR, SWIGLU, TRICK
+from benchmarks import train as bench
+from benchmarks.train import NAIVE, OPERATOR, SWIGLU, TRICK
 
 Layer = Callable[[Tensor], Tensor]
 MODEL = bench.Model(experts=5, out_features=16, in_features=24, top_k=2)
 
 
+def problem(routing: str, n_masks: int) -> bench.Problem:
+    return bench.Problem((16, 24), 40, n_masks, f"small, {routing}", routing, MODEL)
+
+
 @pytest.fixture(autouse=True)
 def _small_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
-    monkeypatch.setitem(bench.MODELS, "small", MODEL)
     torch.manual_seed(0)
 
 
@@ -34,7 +37,7 @@ def test_every_form_is_timed_and_compared_with_float64(monkeypatch, loads, n_mas
         return layer
 
     monkeypatch.setattr(bench, "operator", with_twice_the_gradient)
-    rows = bench.bench(bench.Problem("small", loads, n_masks, tokens=40), "cpu", rounds=1, load=0.0)
+    rows = bench.bench(problem(loads, n_masks), "cpu", rounds=1, load=0.0)
     found = {row.variant: row for row in rows}
     assert list(found) == [NAIVE, TRICK, OPERATOR, *([SWIGLU] if n_masks == 1 else [])]
     assert found.pop(OPERATOR).is_wrong
@@ -48,7 +51,7 @@ def test_every_form_is_timed_and_compared_with_float64(monkeypatch, loads, n_mas
 
 
 def test_gradients_of_other_experts_are_wrong() -> None:
-    training = bench.Training(bench.Problem("small", "balanced", 1, tokens=40), "cpu")
+    training = bench.Training(problem("balanced", 1), "cpu")
     oracle = bench.Oracle(training)
     results = training.results(training.naive, oracle.grad_output)
     assert max(oracle.errors(results).values()) < 1e-2

@@ -20,8 +20,7 @@ from torch._guards import detect_fake_mode
 from torch.fx import Graph, GraphModule, Tracer
 
 import mglu_ops
-from benchmarks.compile_time import masked, time_of_pass
-from benchmarks.ordinary_models import MASKED_LAYERS
+from benchmarks.compile_time import MASKED_LAYERS, masked, time_of_pass
 from compile_passes.prepare import record_examples
 from compile_passes.shapes import example
 from tests.support.families import quick_only_for, sample
