@@ -176,8 +176,8 @@ def _pack_masks_fake(masks: Tensor) -> Tensor:
 def _register_pack_logits(name: str, check: Callable[[Tensor], None]) -> None:
     @kernel(name)
     def pack(mask_logits: Tensor) -> Tensor:
+        _check_real({"mask_logits": mask_logits})
         check(mask_logits)
-        check_memory(mask_logits=mask_logits)
         return dispatch.pack_logits(mask_logits)
 
     @fake(name)

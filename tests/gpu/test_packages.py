@@ -202,7 +202,8 @@ def expert_calls() -> tuple[list[Call], list[LayerInfo]]:
     layers: dict[LayerInfo, None] = {}
     for form in FORMS:
         for tokens in EXPERT_TOKENS:
-            layer = make_layer((tokens,), 256, 128, routing="ids", experts=8, loads="some out of range", **form)
+            options = {"in_features": 256, "out_features": 128, "loads": "some out of range", **form}
+            layer = make_layer((tokens,), routing="ids", experts=8, **options)
             x, weight, masks, *rest, ids, _ = map(on_gpu, layer.given)
             sorted_x, _, _, *sorted_rest, _, offs = map(on_gpu, layer.sorted_by_expert()[0].given)
             calls += [

@@ -64,6 +64,11 @@ def check(p: Problem, config: TrainingTile | None = None) -> None:
     expected, expected_partials = oracle(p)
     assert_matches(y, expected, p.x.dtype)
     assert partials.shape == expected_partials.shape
+    if p.activation == "relu":  # its derivative jumps at 0, and rounding may change the sign of a gate near 0
+        t, f = products_of(p.x, p.weight, p.masks).split([1, len(p.masks)], 1)
+        near = ((t - f).abs() < 2.0**-10).any(1, keepdim=True)
+        assert near.double().mean() < 0.02
+        partials = torch.where(near, expected_partials.to(partials.dtype), partials)
     for i in range(partials.shape[1]):
         assert_matches(partials[:, i], expected_partials[:, i], p.x.dtype, f"partial derivative {i}")
 
