@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends import composite
-from mglu_ops.backends.experts_down import backward
 from mglu_ops.backends.triton import experts as grouped_products
 from mglu_ops.formats import FORMATS
 from mglu_ops.given import DownGiven
@@ -147,7 +146,7 @@ def test_gradients_of_experts_down(loads: str) -> None:
 )
 @pytest.mark.parametrize(
     ("how", "dtype"),
-    [(partial(backward, composite._grouped_product), torch.float64), (grouped_products.down_backward, torch.bfloat16)],
+    [(composite._down_backward, torch.float64), (grouped_products.down_backward, torch.bfloat16)],
 )
 def test_gradients_of_experts_down_on_other_devices(
     how: Callable[..., Any], dtype: torch.dtype, needs: list[bool]

@@ -14,8 +14,8 @@ from torch import Tensor
 from ...formats import FORMATS
 from ...given import BackwardGiven, DownGiven, Given
 from ...routing import inverse_of, sort_pairs
-from .. import experts_down, formula
-from ..experts_down import sum_in_order
+from .. import formula
+from ..experts_down import gradients_of_rows, sum_in_order
 from ..formula import Products, operand_dtype
 
 _LIBRARY_ARCHITECTURES = (9, 10)
@@ -120,7 +120,25 @@ def down(given: DownGiven) -> Tensor:
 
 def down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
     """Run `mglu::experts_down_backward`."""
-    return experts_down.backward(product, grad_output, given._replace(weight=given.weight.contiguous()), needs)
+    y, weight, ids, expert_weights, *_ = given
+    if not (y.numel() and weight.numel()):
+        tensors = zip((y, weight, expert_weights), needs, strict=True)
+        return tuple(one.new_zeros(one.shape if needed else 0) for one, needed in tensors)  # type: ignore[return-value]
+    pairs, offs = sort_pairs(ids, weight.shape[0])
+    back, has_expert = inverse_of(pairs), (torch.arange(len(pairs), device=y.device) < offs[-1])[:, None]
+    rows, grad = y.flatten(0, 1)[pairs], grad_output[pairs // ids.shape[1]]
+    factors = expert_weights.view(-1, 1)[pairs].float()
+    of_y, of_weight, of_factors = gradients_of_rows(
+        lambda a, b: product(a, b.contiguous(), offs), grad, rows, weight, factors, needs
+    )
+    # Rows without an expert are undefined.
+    return (
+        y.new_empty(0) if of_y is None else torch.where(has_expert, of_y, 0)[back].view(y.shape),
+        y.new_empty(0) if of_weight is None else of_weight,
+        expert_weights.new_empty(0)
+        if of_factors is None
+        else torch.where(has_expert, of_factors, 0)[back].view(ids.shape).to(expert_weights.dtype),
+    )
 
 
 # --- Grouped products ------------------------------------------------------------------------------------------------
