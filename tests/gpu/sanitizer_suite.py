@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from mglu_ops import dispatch
-from mglu_ops.backends import BACKENDS, reference
+from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels import backward_gemm
@@ -34,6 +34,7 @@ from mglu_ops.backends.cuda.kernels.experts import choose as choose_experts
 from mglu_ops.call import Call
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS
 from mglu_ops.masks import pack
+from tests.support import reference
 from tests.support.budgets import assert_matches
 from tests.support.calls import launch_of, run_on
 from tests.support.layers import down_oracle, make_down, make_layer, stored_layer

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
-from mglu_ops.backends import reference
 from mglu_ops.backends import triton as backend
 from mglu_ops.given import Given
 from mglu_ops.masks import pack
+from tests.support import reference
 from tests.support.budgets import NAIVE_FACTOR, assert_matches, relative_error
 from tests.support.calls import run_on
 from tests.support.layers import every_stored_value, naive, rows_apart, stored_layer, transposed

@@ -14,10 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from mglu_ops.backends import reference
 from mglu_ops.masks import check_packed_masks
 from mglu_ops.nn import GLU, LU, MGLU, GeMGLU, MGLUFeedForward, NaiveMGLU, ReMGLU, SwiMGLU
-from tests.support import modules
+from tests.support import modules, reference
 from tests.support.budgets import NAIVE_FACTOR, assert_matches, relative_error
 from tests.support.families import family
 from tests.support.layers import ACTIVATION_NAMES, DTYPES, examples

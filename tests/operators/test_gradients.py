@@ -14,8 +14,8 @@ from torch.autograd import forward_ad
 from torch.func import grad, jacrev
 from torch.utils.flop_counter import FlopCounterMode
 
-from mglu_ops.backends import reference
 from tests.support import layers as s
+from tests.support import reference
 from tests.support.budgets import assert_matches
 from tests.support.families import family
 from tests.support.layers import DTYPES, LOADS, Layer, make_layer

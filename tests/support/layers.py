@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from mglu_ops.activations import ACTIVATIONS
-from mglu_ops.backends import reference
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS, quantize_activation
 from mglu_ops.given import DownGiven, Given
 from mglu_ops.masks import unpack
+from tests.support import reference
 from tests.support.budgets import BUDGET, relative_error
 
 ACTIVATION_NAMES = sorted(ACTIVATIONS)

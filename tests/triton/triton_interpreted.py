@@ -13,12 +13,13 @@ from hypothesis import given
 from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
-from mglu_ops.backends import BACKENDS, reference
+from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.triton import experts
 from mglu_ops.backends.triton.grouped import grouped_products, products_over_rows
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
 from mglu_ops.masks import pack
+from tests.support import reference
 from tests.support.budgets import assert_matches
 from tests.support.calls import run_on, unsupported
 from tests.support.hard_values import (

@@ -6,10 +6,10 @@ It is ordinary PyTorch, so its gradients come from autograd and not from the for
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F  # noqa: N812 (the field's name)
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..activations import get_activation
+from mglu_ops.activations import get_activation
 
 
 def forward(
