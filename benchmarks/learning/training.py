@@ -16,6 +16,7 @@ from torch._dynamo import config as dynamo_config
 from torch.nn.functional import cross_entropy
 
 from benchmarks.language_model import LanguageModel
+from benchmarks.learning import conversion
 from benchmarks.learning.corpus import Corpus
 from benchmarks.learning.masks import WIDTH, ContinuousMGLU, step_accumulators
 from benchmarks.learning.recipe import Recipe, take_over
@@ -28,6 +29,8 @@ from mglu_ops.nn.masked_linear import packed_logits
 
 WEIGHT_DECAY = 0.1
 MAX_NORM = 1.0
+FIT_STEPS = 8
+"""The sample of a fit is the text of the first 8 steps of training, or of all steps if there are fewer."""
 
 
 # Most runs need the same graphs as an earlier run, so a process keeps all graphs instead of compiling them again.
@@ -49,7 +52,8 @@ class Progress:
 class Training:
     """A run in progress on a device, "cuda" or "cpu"; `compiled` says whether blocks and loss are compiled.
 
-    `teacher` is the state dict of the trained `recipe.teacher`, if the recipe has a `start`.
+    `teacher` is the state dict of the trained `recipe.teacher`, if the recipe has a `start`. `fit` is the result of
+    `fitted`, if the start is a fit.
     """
 
     def __init__(
@@ -59,12 +63,14 @@ class Training:
         device: str = "cuda",
         compiled: bool = True,
         teacher: Mapping[str, Tensor] | None = None,
+        fit: Mapping[str, Any] | None = None,
     ) -> None:
         if device == "cuda":
             release()  # so that the previous run's memory does not count in `peak_mb`
         if (tokens := len(corpus.token_bytes)) > recipe.sizes.vocabulary:
             raise ValueError(f"vocabulary: got {recipe.sizes.vocabulary}, must be at least the corpus's {tokens}")
         self.recipe, self.corpus, self.device = recipe, corpus, device
+        self.errors: list[dict[str, float]] = []
         self.steps, self.progress = max(1, steps_of(recipe.megabytes, corpus)), Progress()
         self.skipped = steps_of(recipe.skip, corpus)
         with torch.device(device):
@@ -72,7 +78,7 @@ class Training:
         if recipe.start is not None:
             if teacher is None:
                 raise ValueError(f"teacher: got None, must be the state of {recipe.teacher.name}")
-            take_over(self.model, teacher, recipe.start)
+            self._start(recipe.start, teacher, fit)
         self.teacher: LanguageModel | None = None
         if recipe.distilled and teacher is not None:
             with torch.device(device):
@@ -95,6 +101,17 @@ class Training:
         self.windows = Windows(corpus.train, device, recipe.seed if recipe.paired else 0)
         self.statistics = MaskStatistics(self.model) if recipe.has_masks and recipe.structure == "free" else None
         self.first_masks = [packed_masks(layer) for layer in masked_layers(self.model)]
+
+    def _start(self, start: str, teacher: Mapping[str, Tensor], fit: Mapping[str, Any] | None) -> None:
+        """Set the model to a conversion of the teacher, or to the teacher."""
+        if self.recipe.is_fitted:
+            fit = fitted(self.recipe, self.corpus, teacher, self.device) if fit is None else fit
+            self.model.load_state_dict(fit["model"])
+            self.errors = fit["errors"]
+        elif start == "teacher":
+            self.model.load_state_dict(teacher)
+        else:
+            take_over(self.model, teacher, start)
 
     def rate(self, step: int) -> float:
         """The learning rate of a step as a fraction of the largest."""
@@ -200,6 +217,7 @@ class Training:
             "worst": float(f"{worst:.6g}"),
             **{name: float(f"{loss:.6g}") for name, loss in self.losses().items()},
             "seconds": round(self.progress.seconds, 1),
+            **({"errors": json.dumps(self.errors)} if self.errors else {}),
         }
         return row | self._masks()
 
@@ -253,6 +271,23 @@ class Training:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.progress = Progress(**state["progress"])
+
+
+def fitted(recipe: Recipe, corpus: Corpus, teacher: Mapping[str, Tensor], device: str) -> dict[str, Any]:
+    """Fit the model of a recipe to its teacher, whose state dict is given (`conversion.fit_model`).
+
+    Returns:
+        `model`, the state dict of the fitted model, and `errors`, the errors of each layer after each step of the fit.
+    """
+    assert recipe.start is not None
+    with torch.device(device):
+        model, trained = recipe.model(), recipe.teacher.model()
+    trained.load_state_dict(teacher)
+    windows, first = Windows(corpus.train, device, recipe.seed if recipe.paired else 0), steps_of(recipe.skip, corpus)
+    steps = min(FIT_STEPS, max(1, steps_of(recipe.megabytes, corpus)))
+    tokens = torch.cat([windows.batch(first + step)[:, :-1] for step in range(steps)])
+    errors = conversion.fit_model(model, trained, tokens, recipe.start, recipe.structure)
+    return {"model": model.state_dict(), "errors": errors}
 
 
 def masked_layers(model: nn.Module) -> list[MGLU | NaiveMGLU]:
