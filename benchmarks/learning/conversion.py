@@ -16,10 +16,10 @@ The fit minimises `E |y' - y|^2` over a sample of x: those that the layers alrea
 
        E (z'_j - z_j)^2  ~  a_j e H e^T + b_j f H f^T,    a_j = E (act'(g_j x) v_j x)^2,    b_j = E act(g_j x)^2.
 
-   Let p `[d, h]` be the shares of masks that are 1. The means over masks of the rows are p * w and (1 - p) * w, so the
-   fit is a quadratic problem over `C = {(p w, (1 - p) w) : p in {0, 1/n, .., 1}}` for each element. ADMM, as for pruning
-   in arXiv 2401.02938, solves it for all rows at once. Y are rows [g; v], scaled by sqrt(a) or sqrt(b), and columns
-   scaled so that the diagonal of H is 1:
+   Let p `[d, h]` be the shares of masks that are 1. The means over masks of the rows are p * w and (1 - p) * w, so this
+   is a quadratic problem over `C = {(p w, (1 - p) w) : p in {0, 1/n, .., 1}}` for each element. ADMM, as for pruning in
+   arXiv 2401.02938, finds a good solution for all rows at once. Y are the rows [g; v], scaled by sqrt(a) or sqrt(b),
+   with columns scaled so that the diagonal of H is 1. From Y = Y0, the teacher's rows, and U = 0, it repeats:
 
        Z = the point of C next to Y + U                      masks given weights, by the sign of the gain
        U = U + Y - Z

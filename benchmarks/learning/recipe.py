@@ -152,10 +152,10 @@ class Recipe:
             value = getattr(self, name)
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}: got {value}, must be from 0 to 1")
-            if value and not self.may_learn_otherwise:
+            if value and not (self.may_learn_otherwise or (name == "continuous" and self.is_fitted)):
                 raise ValueError(
                     f"{name}: got {value} for {self.layer}, must be 0 unless the masks of mglu are learned with the "
-                    "identity gradient and without top_k, experts and a start"
+                    "identity gradient and without top_k, experts and a start; after a fit, continuous may be more"
                 )
         if self.continuous and self.flips:
             raise ValueError(f"flips: got {self.flips} for masks that are continuous, must be 0")
@@ -201,7 +201,7 @@ class Recipe:
     @property
     def fit(self) -> Recipe:
         """The recipe with defaults for all fields on which a fit does not depend: the training after it."""
-        of_training = "lr", "last_rate", "mask_lr", "mask_stop", "distilled"
+        of_training = "lr", "last_rate", "mask_lr", "mask_stop", "continuous", "distilled"
         return replace(self, **{name: getattr(Recipe, name) for name in of_training})
 
     @property

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.language_model import LanguageModel
 from benchmarks.learning import conversion
 from benchmarks.learning.corpus import Corpus
-from benchmarks.learning.masks import WIDTH, ContinuousMGLU, step_accumulators
+from benchmarks.learning.masks import FITTED_WIDTH, WIDTH, ContinuousMGLU, step_accumulators
 from benchmarks.learning.recipe import Recipe, take_over
 from benchmarks.learning.schedule import MOST_TOKENS, Windows, held_out_batches, rate, steps_of
 from benchmarks.learning.structure import StructuredMGLU
@@ -121,11 +121,12 @@ class Training:
         """Take a step and return its loss, without waiting for the device."""
         step = self.progress.step
         stopped = step >= self.recipe.mask_stop * self.steps
+        width = FITTED_WIDTH if self.recipe.is_fitted else WIDTH
         for group, largest in zip(self.optimizer.param_groups, self.largest, strict=True):
             group["lr"] = 0.0 if stopped and group["name"] == "mask_logits" else largest * self.rate(step)
         for layer in masked_layers(self.model):
             if isinstance(layer, ContinuousMGLU):
-                layer.set_tau(WIDTH * max(0.0, 1 - step / (self.recipe.continuous * self.steps)))
+                layer.set_tau(width * max(0.0, 1 - step / (self.recipe.continuous * self.steps)))
         with torch.autocast(self.device, torch.bfloat16):
             loss = self.loss(self.windows.batch(self.skipped + step))
         loss.backward()

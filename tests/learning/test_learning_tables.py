@@ -103,7 +103,9 @@ def test_a_seed_that_diverged_is_not_left_out_of_a_mean(tmp_path):
     assert np.isnan(tables.by_recipe(tables.runs(tabled(tmp_path))).held_out[Recipe("glu")])
 
 
-@pytest.mark.parametrize("corpus", [experiments.USUAL, ["text"], ["structure"]], ids=("python", "texts", "pinned"))
+@pytest.mark.parametrize(
+    "corpus", [experiments.USUAL, ["text"], ["structure", "conversion"]], ids=("python", "texts", "pinned")
+)
 def test_layers_of_a_corpus_have_names_of_their_own(corpus):
     layers = {replace(one, seed=0) for one in experiments.chosen(corpus)}
     assert len({(tables.label(one), one.size) for one in layers}) == len(layers)
@@ -189,7 +191,7 @@ def test_the_pareto_plot_has_layers_to_choose_and_the_best_for_each_cost(tmp_pat
 
 
 def test_claims_and_comparisons_are_about_layers_that_are_trained():
-    corpora = {"python": experiments.USUAL, "texts": ["text"], "pinned": ["structure"]}
+    corpora = {"python": experiments.USUAL, "texts": ["text"], "pinned": ["structure", "conversion"]}
     asked = comparisons.COMPARISONS
     assert {*asked.corpus} == {*corpora}
     assert not asked.duplicated(["corpus", "question", "layer", "compared with"]).any()
