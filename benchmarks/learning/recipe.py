@@ -80,6 +80,7 @@ class Recipe:
             `mglu_ops.nn.conversion.WEIGHTS`, or the last step of a fit, one of `conversion.STEPS`. `teacher`, for `glu`
             only, goes on with the trained model itself. None for random parameters.
         distilled: whether the model learns the predictions of its teacher instead of the text; needs `start`.
+        text_share: the share of the text's cross entropy in the loss of a distilled model, beside the predictions'.
         skip: the text that the run skips first, in 10^6 bytes; with `start`, the teacher has read it.
         structure: `2:4` for masks of `mglu` with two ones among each four columns, or for matrices of `glu` that keep
             two of each four weights (`benchmarks.learning.structure`); `free` for neither.
@@ -116,6 +117,7 @@ class Recipe:
     down_gain: float = 1.0
     start: str | None = None
     distilled: bool = False
+    text_share: float = 0.0
     skip: float = 0.0
     structure: Structure = "free"
     centered: bool = False
@@ -161,6 +163,8 @@ class Recipe:
             raise ValueError(f"flips: got {self.flips} for masks that are continuous, must be 0")
         if self.distilled and self.start is None:
             raise ValueError("distilled: got True without a start, whose teacher makes the predictions")
+        if not 0 <= self.text_share <= 1 or (self.text_share and not self.distilled):
+            raise ValueError(f"text_share: got {self.text_share}, must be from 0 to 1, and 0 unless distilled")
         self._check_structure()
 
     def _check_structure(self) -> None:
@@ -201,7 +205,7 @@ class Recipe:
     @property
     def fit(self) -> Recipe:
         """The recipe with defaults for all fields on which a fit does not depend: the training after it."""
-        of_training = "lr", "last_rate", "mask_lr", "mask_stop", "continuous", "distilled"
+        of_training = "lr", "last_rate", "mask_lr", "mask_stop", "continuous", "distilled", "text_share"
         return replace(self, **{name: getattr(Recipe, name) for name in of_training})
 
     @property

@@ -140,12 +140,15 @@ class Training:
         return loss.detach()
 
     def loss(self, batch: Tensor) -> Tensor:
-        """The mean cross entropy over tokens, with the text or with the teacher's predictions as the target."""
+        """The mean cross entropy over tokens, with the text, the teacher's predictions or a mix as the target."""
         if self.teacher is None:
             return self.model(batch)
         with torch.no_grad():
             predicted = self.teacher.logits(batch[:, :-1]).flatten(0, 1).float().softmax(-1)
-        return cross_entropy(self.model.logits(batch[:, :-1]).flatten(0, 1).float(), predicted)
+        logits = self.model.logits(batch[:, :-1]).flatten(0, 1).float()
+        if not (share := self.recipe.text_share):
+            return cross_entropy(logits, predicted)
+        return (1 - share) * cross_entropy(logits, predicted) + share * cross_entropy(logits, batch[:, 1:].flatten())
 
     def warm_up(self) -> None:
         """Compile what steps and evaluations need by running them, then restore the initial state."""

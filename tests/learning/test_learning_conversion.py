@@ -160,6 +160,35 @@ def test_runs_share_a_fit_and_begin_with_the_teacher(text, tmp_path):
     assert len(list((tmp_path / "fits").glob("*.fit"))) == 2, "less text is a smaller sample"
 
 
+@pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
+def test_the_target_is_a_mix_of_predictions_and_text(share, text):
+    one = tiny_run(text, 4, n_masks=1, start="magnitude", skip=0.001, distilled=True, text_share=share)
+    run = training.Training(one, text, "cpu", False, one.teacher.model().state_dict())
+    batch = run.windows.batch(0)
+    with torch.no_grad():
+        target = run.teacher.logits(batch[:, :-1]).softmax(-1)
+        target = (1 - share) * target + share * F.one_hot(batch[:, 1:], target.shape[-1])
+        wanted = -(target * run.model.logits(batch[:, :-1]).log_softmax(-1)).sum(-1).mean()
+        torch.testing.assert_close(run.loss(batch), wanted)
+
+
+def test_masks_of_a_fit_begin_hard_soften_and_end_hard(text, tmp_path):
+    one = tiny_run(text, 8, n_masks=1, start="joint", skip=0.001, continuous=0.5, mask_lr=1.0)
+    run = training.Training(one, text, "cpu", False, one.teacher.model().state_dict())
+    layer = training.masked_layers(run.model)[0]
+    batch, soft = run.windows.batch(0), []
+    layer.set_tau(0.0)
+    with torch.no_grad():
+        hard = run.model(batch)
+    layer.set_tau(training.FITTED_WIDTH)
+    with torch.no_grad():
+        torch.testing.assert_close(run.model(batch), hard)
+    for _ in range(8):
+        run.step()
+        soft.append(layer.is_continuous and bool((layer.mask_logits.abs() < layer.tau / 2).any()))
+    assert soft == [True] * 4 + [False] * 4
+
+
 @pytest.mark.parametrize(
     "wrong",
     [{"start": "teacher"}, {"start": "joint", "layer": "glu"}, {"start": "joint", "top_k": 1}],

@@ -37,6 +37,7 @@ def test_names_of_runs_are_unique_and_survive_a_file_system():
         {"straight_through": "no"},
         {"start": "half"},
         {"distilled": True},
+        {"text_share": 0.5},
         {"start": "gate", "layer": "lu"},
         {"active": 2},
         {"experts": 4, "layer": "glu_shared"},
