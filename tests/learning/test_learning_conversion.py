@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from benchmarks.learning import conversion, train, training
+from benchmarks.learning import conversion, cost, experiments, train, training
 from benchmarks.learning.conversion import Fit, Rows, Sample
 from benchmarks.learning.recipe import Recipe
 from mglu_ops.activations import get_activation
@@ -158,6 +158,17 @@ def test_runs_share_a_fit_and_begin_with_the_teacher(text, tmp_path):
     short = replace(fits[0], megabytes=fits[0].megabytes / 2)
     assert train.run(short, text, tmp_path, "cpu", compiled=False)
     assert len(list((tmp_path / "fits").glob("*.fit"))) == 2, "less text is a smaller sample"
+
+
+def test_the_experiment_compares_conversions_with_swiglu_trained_on_the_same_text():
+    runs = experiments.chosen(["conversion"])
+    assert [one.size for one in runs] == sorted(one.size for one in runs), "small models first"
+    for one in runs:
+        baseline = Recipe("glu", size=one.size, megabytes=one.megabytes, lr=one.lr, skip=60.0, seed=one.seed)
+        if one.start is not None:
+            assert replace(baseline, start="teacher", vocabulary=256, paired=True) in runs
+            assert one.teacher == replace(experiments.STRUCTURE[0], size=one.size, seed=one.seed)
+        assert cost.layer_of(one).megabytes == Recipe.megabytes
 
 
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
