@@ -231,26 +231,27 @@ def nearest(dense: Tensor, rows: Rows, n_masks: int, structure: str) -> tuple[Te
         dense: the rows [g; v], `[2, d', h]`.
         rows: a and b.
         n_masks: n, for p in {0, 1/n, .., 1}.
-        structure: `free`, or `2:4` for shares with the sum 2 in each four columns. These are near the free shares.
+        structure: `free`, or `2:4` for shares that are 1, p, 1 - p and 0 in each four columns. The gate's gain exceeds
+            the value's gain by most where the share is 1, and by least where it is 0.
     """
     (g, v), (a, b) = dense, (rows.a, rows.b)
-    best, shares = torch.full_like(g, -1), torch.zeros_like(g)
-    for p in torch.linspace(0, 1, n_masks + 1).tolist():
-        gain = (a * p * g + b * (1 - p) * v).square() / (a * p**2 + b * (1 - p) ** 2)
-        shares = shares.masked_fill(gain > best, p)
-        best = torch.maximum(best, gain)
+    levels = torch.linspace(0, 1, n_masks + 1, device=g.device)
+    gains = torch.stack([(a * p * g + b * (1 - p) * v).square() / (a * p**2 + b * (1 - p) ** 2) for p in levels])
+    shares = levels[gains.argmax(0)]
     if structure == "2:4":
-        preference = a * g.square() - b * v.square()
-        preference /= 2 * preference.abs().amax(-1, keepdim=True).clamp(min=1e-30)  # decides between equal shares
-        shares = pairs_of_four(shares * n_masks, n_masks, preference).float().mean(0)
+        order = (gains[-1] - gains[0]).unflatten(-1, (-1, 4)).argsort(-1, descending=True)
+        sorted_gains = gains.unflatten(-1, (-1, 4)).gather(-1, order.expand(n_masks + 1, -1, -1, -1))
+        p = levels[(sorted_gains[..., 1] + sorted_gains[..., 2].flip(0)).argmax(0)]
+        ranked = torch.stack((torch.ones_like(p), p, 1 - p, torch.zeros_like(p)), -1)
+        shares = torch.empty_like(ranked).scatter_(-1, order, ranked).flatten(-2)
     return (a * shares * g + b * (1 - shares) * v) / (a * shares.square() + b * (1 - shares).square()), shares
 
 
-def pairs_of_four(counts: Tensor, n_masks: int, preference: Tensor | float = 0.0) -> Tensor:
-    """Masks `[n_masks, d', h]` of structure 2:4 that are 1 about `counts` times at each element."""
+def pairs_of_four(counts: Tensor, n_masks: int) -> Tensor:
+    """Masks `[n_masks, d', h]` of structure 2:4 that are 1 `counts` times at each element."""
     masks, left = [], counts
     for _ in range(n_masks):
-        masks.append(two_of_four(left + preference))
+        masks.append(two_of_four(left))
         left = left - masks[-1].to(left)
     return torch.stack(masks)
 
