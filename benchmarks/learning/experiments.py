@@ -235,9 +235,8 @@ def converted(percent: float = 10.0, size: str = "25M", start: str = "joint", **
     """
     one = Recipe("glu") if start == "teacher" else replace(SLOW, n_masks=1)
     shared: dict[str, Any] = {"vocabulary": BYTES, "paired": True, "skip": TEXT_OF_TEACHER, "lr": 3e-4}
-    return replace(
-        one, size=size, start=start, megabytes=round(percent / 100 * TEXT_OF_TEACHER, 4), **shared, **options
-    )
+    megabytes = round(percent / 100 * TEXT_OF_TEACHER, 4)
+    return replace(one, size=size, start=start, megabytes=megabytes, **(shared | options))
 
 
 DISTILLED: dict[str, Any] = {"distilled": True, "text_share": 0.5}
@@ -431,10 +430,16 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     # A trained SwiGLU model is converted layer by layer: what does each step of the fit gain, with how much text?
     # The most informative runs come first.
     "conversion": [
-        one
-        for size in ("25M", "90M")
-        for recipes in (ablations(10, size), variants(10, size), fractions(size))
-        for one in seeds(recipes)
+        *seeds(ablations(10, "25M")),
+        *seeds(
+            one for lr in (6e-4, 1e-3) for one in (converted(start="teacher", lr=lr), converted(lr=lr, **DISTILLED))
+        ),
+        *(
+            one
+            for size in ("25M", "90M")
+            for recipes in (ablations(10, size), variants(10, size), fractions(size))
+            for one in seeds(recipes)
+        ),
     ],
 }
 """Name of an experiment -> its runs. A run in several experiments on the same text is trained once."""

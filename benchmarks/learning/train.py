@@ -113,7 +113,7 @@ def _run(training: Training, out: Path, end: float, keeps_weights: bool = False)
     if checkpoint.is_file():
         training.restore(checkpoint)
     elif recipe.start is not None:
-        training.progress.rows.append(training.point(math.nan, math.nan))  # the loss before training
+        training.progress.rows.append(training.first_point())
     saved = time.perf_counter()
     for last in points(training.steps):
         if last <= training.progress.step:

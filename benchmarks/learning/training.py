@@ -121,12 +121,9 @@ class Training:
         """Take a step and return its loss, without waiting for the device."""
         step = self.progress.step
         stopped = step >= self.recipe.mask_stop * self.steps
-        width = FITTED_WIDTH if self.recipe.is_fitted else WIDTH
         for group, largest in zip(self.optimizer.param_groups, self.largest, strict=True):
             group["lr"] = 0.0 if stopped and group["name"] == "mask_logits" else largest * self.rate(step)
-        for layer in masked_layers(self.model):
-            if isinstance(layer, ContinuousMGLU):
-                layer.set_tau(width * max(0.0, 1 - step / (self.recipe.continuous * self.steps)))
+        self._set_tau()
         with torch.autocast(self.device, torch.bfloat16):
             loss = self.loss(self.windows.batch(self.skipped + step))
         loss.backward()
@@ -138,6 +135,18 @@ class Training:
         self.model.zero_grad(set_to_none=True)
         self.progress.step += 1
         return loss.detach()
+
+    def _set_tau(self) -> None:
+        """Set the width of continuous masks for the next step."""
+        width = FITTED_WIDTH if self.recipe.is_fitted else WIDTH
+        for layer in masked_layers(self.model):
+            if isinstance(layer, ContinuousMGLU):
+                layer.set_tau(width * max(0.0, 1 - self.progress.step / (self.recipe.continuous * self.steps)))
+
+    def first_point(self) -> dict[str, Any]:
+        """The point of the learning curve of a converted model before the first step."""
+        self._set_tau()
+        return self.point(math.nan, math.nan)
 
     def loss(self, batch: Tensor) -> Tensor:
         """The mean cross entropy over tokens, with the text, the teacher's predictions or a mix as the target."""

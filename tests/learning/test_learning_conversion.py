@@ -151,10 +151,14 @@ def test_runs_share_a_fit_and_begin_with_the_teacher(text, tmp_path):
     last = float(rows_of(tmp_path, on.teacher)[-1]["held_out"])
     assert float(rows_of(tmp_path, on)[0]["held_out"]) == pytest.approx(last, abs=1e-5)
     first = [rows_of(tmp_path, one)[0] for one in fits]
-    assert first[0] == {**first[1]}
+    assert first[0] == first[1]
     assert float(first[0]["held_out"]) == pytest.approx(last, abs=0.1)
     assert len(json.loads(first[0]["errors"])) == 2
     assert [int(row["step"]) for row in rows_of(tmp_path, fits[0])] == [0, 2, 4, 6, 8]
+    soft = replace(fits[1], continuous=0.5)
+    assert train.run(soft, text, tmp_path, "cpu", compiled=False)
+    begin = float(rows_of(tmp_path, soft)[0]["held_out"])
+    assert begin == pytest.approx(float(first[0]["held_out"]), abs=1e-3), "masks of a fit begin hard"
     short = replace(fits[0], megabytes=fits[0].megabytes / 2)
     assert train.run(short, text, tmp_path, "cpu", compiled=False)
     assert len(list((tmp_path / "fits").glob("*.fit"))) == 2, "less text is a smaller sample"
