@@ -144,9 +144,9 @@ class Training:
                 layer.set_tau(width * max(0.0, 1 - self.progress.step / (self.recipe.continuous * self.steps)))
 
     def first_point(self) -> dict[str, Any]:
-        """The point of the learning curve of a converted model before the first step."""
+        """The point of a converted model's learning curve before the first step, with the errors of its fit."""
         self._set_tau()
-        return self.point(math.nan, math.nan)
+        return self.point(math.nan, math.nan) | ({"errors": json.dumps(self.errors)} if self.errors else {})
 
     def loss(self, batch: Tensor) -> Tensor:
         """The mean cross entropy over tokens, with the text, the teacher's predictions or a mix as the target."""
@@ -230,7 +230,6 @@ class Training:
             "worst": float(f"{worst:.6g}"),
             **{name: float(f"{loss:.6g}") for name, loss in self.losses().items()},
             "seconds": round(self.progress.seconds, 1),
-            **({"errors": json.dumps(self.errors)} if self.errors else {}),
         }
         return row | self._masks()
 
