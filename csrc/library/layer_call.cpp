@@ -48,7 +48,7 @@ void check_mask_weights(const Tensor& mask_weights, const Tensor& x, std::int64_
     const bool same_tokens =
         mask_weights.dims == x.dims && std::equal(x.sizes, x.sizes + x.dims - 1, mask_weights.sizes);
     if (!same_tokens || mask_weights.last_size() != n_masks)
-        refuse("mask_weights: got shape " + mask_weights.shape() + ", must be x's leading sizes and n_masks");
+        refuse("mask_weights: got shape " + mask_weights.shape() + ", must be the result's leading sizes and n_masks");
     check_device("mask_weights", mask_weights, x);
 }
 
