@@ -234,7 +234,8 @@ def check_mask_weights(x: Tensor, leading: Sequence[int], n_masks: int, mask_wei
     expected = [*leading, n_masks]
     if not same_sizes(mask_weights.shape, expected):
         raise ValueError(
-            f"mask_weights: got shape {list(mask_weights.shape)}, must be the result's leading sizes and n_masks, {expected}"
+            f"mask_weights: got shape {list(mask_weights.shape)}, "
+            f"must be the result's leading sizes and n_masks, {expected}"
         )
     if mask_weights.device != x.device:
         raise ValueError(f"mask_weights: got device {mask_weights.device}, must be x's device {x.device}")
