@@ -20,6 +20,7 @@ from pathlib import Path
 
 from benchmarks.learning.corpus import BYTES, Corpus, load
 from benchmarks.learning.gather import RESULTS, done
+from benchmarks.learning.masks import LOGIT_BYTES
 from benchmarks.learning.recipe import Recipe
 from benchmarks.learning.schedule import CONTEXT, SEQUENCES, steps_of
 from benchmarks.learning.train import run
@@ -222,6 +223,12 @@ STRUCTURE = tuple(
 masks or matrices take as much arithmetic as ReLU squared: one dense product and the down projection."""
 
 
+MEMORY = tuple(
+    replace(BEST[n_masks], logits=logits, vocabulary=BYTES, paired=True) for logits in LOGIT_BYTES for n_masks in (1, 4)
+)
+"""Optimizers of mask logits that keep fewer bytes for a logit than AdamW."""
+
+
 EXPERIMENTS: dict[str, list[Recipe]] = {
     # A search for the learning rate of the other experiments.
     "rates": seeds([replace(one, lr=lr) for lr in (1e-3, 3e-4, 3e-3) for one in (SWIGLU, PAPER)], SEEDS[:2]),
@@ -370,10 +377,12 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *seeds((replace(one, size="90M") for one in STRUCTURE[:4]), SEEDS),
         *seeds((replace(one, size="90M") for one in STRUCTURE[:6]), PAIRED_SEEDS),
     ],
+    # The memory of masks in training, and the loss that saving it costs.
+    "memory": seeds(MEMORY),
 }
 """Name of an experiment -> its runs. A run in several experiments on the same text is trained once."""
-USUAL = [name for name in EXPERIMENTS if name not in ("text", "structure")]
-"""The experiments that read the corpus `python`; `text` reads `texts`, and `structure` reads `pinned`."""
+USUAL = [name for name in EXPERIMENTS if name not in ("text", "structure", "memory")]
+"""The experiments that read the corpus `python`; `text` reads `texts`, and the other two read `pinned`."""
 
 
 def chosen(names: Iterable[str]) -> list[Recipe]:

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from benchmarks.decoder import Block, Projection, Sizes
 from benchmarks.language_model import LanguageModel
-from benchmarks.learning.masks import ContinuousMGLU, start_accumulators
+from benchmarks.learning.masks import LOGIT_BYTES, ContinuousMGLU, start_accumulators
 from benchmarks.learning.mixture import Mixture
 from benchmarks.learning.structure import PrunedGLU, StructuredMGLU
 from mglu_ops.nn import GLU, LU, MGLU, NaiveMGLU
@@ -83,6 +83,7 @@ class Recipe:
             two of each four weights (`benchmarks.learning.structure`); `free` for neither.
         centered: whether the mean over each four columns is subtracted from the gradient of logits with structure 2:4.
         decay: the decay of SR-STE (`structure.PrunedGLU`), for matrices of `glu` with structure 2:4.
+        logits: how mask logits are optimized, a key of `masks.LOGIT_BYTES`.
         vocabulary: the number of different tokens; None for the model's own.
         paired: whether layers are compared seed by seed. The order of the text then depends on the seed too. Layers
             with the same seed start with the same parameters where their shapes agree, up to gains.
@@ -118,6 +119,7 @@ class Recipe:
     structure: Structure = "free"
     centered: bool = False
     decay: float = 0.0
+    logits: str = "adamw"
     vocabulary: int | None = None
     paired: bool = False
     seed: int = 0
@@ -128,6 +130,7 @@ class Recipe:
             "size": SIZES,
             "straight_through": get_args(StraightThrough),
             "structure": get_args(Structure),
+            "logits": LOGIT_BYTES,
         }
         for name, values in allowed.items():
             if getattr(self, name) not in values:
@@ -156,6 +159,8 @@ class Recipe:
             raise ValueError(f"flips: got {self.flips} for masks that are continuous, must be 0")
         if self.distilled and self.start is None:
             raise ValueError("distilled: got True without a start, whose teacher makes the predictions")
+        if self.logits != "adamw" and not (self.has_masks and self.learned and not self.flips):
+            raise ValueError(f"logits: got {self.logits!r} for {self.layer}, must be 'adamw' unless logits are learned")
         self._check_structure()
 
     def _check_structure(self) -> None:
