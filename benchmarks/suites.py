@@ -17,12 +17,13 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import activations, decode_model, masks_at_inference, overheads, train, train_model
+from benchmarks import activations, decode_model, masks_at_inference, overheads, serve, train, train_model
 from benchmarks.decode import SWEEPS
 from benchmarks.records import QUICK_ROUNDS, Result, Row, parser_of, version
 
 RESULTS = Path(__file__).parent / "results"
 GPU, PANDAS = ("cuda-core",), ("pandas",)
+VLLM = (*GPU, "vllm", "transformers")
 
 
 class SuiteError(ValueError):
@@ -44,6 +45,11 @@ class Suite(NamedTuple):
     run: Callable[..., Sequence[Row]]
     quick: Callable[[Path], Sequence[Row]]
     needs: tuple[str, ...] = GPU
+
+    @property
+    def on_gpu(self) -> bool:
+        """True if the suite measures a GPU."""
+        return self.needs[: len(GPU)] == GPU
 
 
 def _measuring(about: str, result: Result) -> Suite:
@@ -106,6 +112,7 @@ SUITES = {
         overheads.run,
         partial(overheads.run, rounds=QUICK_ROUNDS, processes=1, at_once=1),
     ),
+    "serve": Suite("models served by vLLM: steps, prompts and a mixed load", serve.run, serve.check, VLLM),
     "tables": Suite("the tables of all pages, from the CSV files", _tables, _tables, PANDAS),
     "plots": Suite("plots, from the CSV files", _plots, _plots, ("matplotlib", *PANDAS)),
 }
@@ -121,7 +128,7 @@ def select(names: Sequence[str]) -> dict[str, Suite]:
         raise SuiteError(f"no suite is named {', '.join(unknown)}; there are {', '.join(SUITES)}")
     chosen = {name: SUITES[name] for name in names or SUITES}
     for name, suite in list(chosen.items()):
-        if suite.needs == GPU and not torch.cuda.is_available():
+        if suite.on_gpu and not torch.cuda.is_available():
             raise SuiteError(
                 f"{name} needs a CUDA GPU, and torch {torch.__version__} sees none; "
                 "`bench tables plots` works anywhere, from results that are there"
@@ -163,7 +170,7 @@ def run(names: Sequence[str], out: Path, quick: bool = False) -> int:
 
 def main() -> None:
     parser = parser_of(__doc__, resume=True)
-    parser.add_argument("suite", choices=[name for name, suite in SUITES.items() if suite.needs == GPU])
+    parser.add_argument("suite", choices=[name for name, suite in SUITES.items() if suite.on_gpu])
     options = parser.parse_args()
     (suite,) = select([options.suite]).values()
     rows = suite.run(options.out, resume=options.resume)
