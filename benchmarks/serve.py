@@ -183,8 +183,8 @@ class Engine:
     """A process that runs `engine.main`, and the processes that vLLM starts in it. `close` ends all of them.
 
     Args:
-        spec: what to start and measure; its `folder`, `answers` and `profile` are in `folder`.
-        folder: a folder of this engine alone.
+        spec: what to start and measure.
+        folder: a folder of this engine alone, for its log and its answers.
         cache: folder of compiled code, of vLLM and of this package.
     """
 
@@ -254,6 +254,11 @@ class Start:
 
     def __str__(self) -> str:
         return f"{self.model.title}, {self.variant.name}, n_m={self.variant.n_masks}, start {self.index + 1}"
+
+    @property
+    def slug(self) -> str:
+        """A name of the variant for a folder."""
+        return re.sub(r"\W+", "_", f"{self.model.title}_{self.variant.name}_{self.variant.n_masks}")
 
     def is_in(self, rows: Sequence[Row], sequences: Sequence[int]) -> bool:
         """True if the rows of all work have the times of this start."""
@@ -342,11 +347,12 @@ class Session:
 
     def _spec(self, start: Start, folder: Path) -> Spec:
         given = self.options
-        write_config(start.model, start.variant, folder / "model")
+        model = given.cache / "models" / start.slug  # in the same place in each start: vLLM's cache depends on the path
+        write_config(start.model, start.variant, model)
         profile = folder / "profile"
         profile.mkdir()
         return Spec(
-            folder=str(folder / "model"),
+            folder=str(model),
             engine={**ENGINE, "quantization": start.variant.quantization, **given.engine},
             sequences=given.sequences,
             rounds=given.rounds,
@@ -373,7 +379,7 @@ class Session:
 
     def _name_of_start(self, start: Start) -> str:
         """`start`, or `start_cached` if an earlier start of the variant has left its compiled code in the cache."""
-        mark = self.options.cache / re.sub(r"\W+", "_", f"{start.model.title} {start.variant}")
+        mark = self.options.cache / "models" / start.slug / "started"
         name = "start_cached" if mark.exists() else "start"
         mark.touch()
         return name

@@ -1,4 +1,4 @@
-"""benchmarks/serve.py and engine.py without vLLM: what is started in which order, what is kept, and what tables show."""
+"""benchmarks/serve.py and engine.py without vLLM: the order of starts, what a result keeps, and its table."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def write_json(folder: Path, config: dict[str, Any]) -> None:
-    folder.mkdir()
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
 
 
