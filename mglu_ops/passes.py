@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,12 +40,18 @@ __all__ = [
     "fuse_exported",
     "fusion",
     "fusion_report",
+    "is_imported",
     "layers_of",
 ]
 
 
 class HiddenPackageError(UserError, ImportError):
     """Python imports another package called `compile_passes` than the one installed with `mglu_ops`."""
+
+
+def is_imported() -> bool:
+    """True if the pass has been imported. If not, it is not enabled, and asking for it would import Inductor."""
+    return "compile_passes.entry" in sys.modules
 
 
 def __getattr__(name: str) -> Any:

@@ -6,13 +6,16 @@ import importlib
 import os
 
 import mglu_ops
-from mglu_ops import notices
+from mglu_ops import notices, passes
 
 ARCHITECTURES = (
     *("MGLULlamaForCausalLM", "MGLUMistralForCausalLM", "MGLUQwen3ForCausalLM"),
     *("MGLUQwen3MoeForCausalLM", "MGLUMixtralForCausalLM"),
 )
 """The names that `mglu_ops.transformers` writes to `config.architectures`; `models.py` has classes of these names."""
+
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"
+"""The environment variable of vLLM that makes the result of a request independent of the batch."""
 
 FUSION = "MGLU_VLLM_FUSION"
 """The environment variable that enables fusion in all processes of vLLM, if it is `1` or `strict`."""
@@ -23,7 +26,7 @@ def register() -> None:
 
     The function may be called again. vLLM imports the classes of MGLU models only when it loads such a model. If
     `mglu_ops.transformers` cannot be imported, there is a warning, and vLLM still loads other models. Fusion is enabled
-    if `MGLU_VLLM_FUSION` is set.
+    if `MGLU_VLLM_FUSION` is set, and the batch-invariant mode of this package if vLLM's own is.
 
     Raises:
         ImportError: vLLM is not installed.
@@ -34,6 +37,8 @@ def register() -> None:
     except ImportError as error:
         raise ImportError(f"{error}; mglu_ops.vllm is a plugin of vLLM: pip install vllm") from error
     enable_fusion_from_environment()
+    if os.environ.get(BATCH_INVARIANT, "0") != "0":  # vLLM reads it as an int
+        mglu_ops.set_batch_invariant_mode(True)
     try:
         importlib.import_module("mglu_ops.transformers")  # importing it registers the configs with AutoConfig
     except ImportError as error:
@@ -58,11 +63,9 @@ def enable_fusion_from_environment() -> None:
     Raises:
         ValueError: the variable is neither `1` nor `strict`.
     """
-    from mglu_ops.passes import current_pass  # imported here, because it imports Inductor, which is slow
-
     value = os.environ.get(FUSION)
     if value is None:
-        if current_pass() is not None:
+        if passes.is_imported() and passes.current_pass() is not None:
             notices.warn(
                 "mglu_ops.enable_fusion() holds in this process only, while vLLM runs models in processes of its own "
                 f"and reuses code that was compiled without fusion; set {FUSION}=1 in the environment to fuse in vLLM",

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed on every machine with a GPU")
-pytest.importorskip("transformers")
+pytest.importorskip("mglu_ops.transformers")
 from transformers import AutoConfig, AutoModelForCausalLM
 from vllm_engines import (
     BY_EXPERTS,
@@ -26,6 +26,7 @@ from vllm_engines import (
     Answer,
     Request,
     answers,
+    printed,
     save_small,
     start,
 )

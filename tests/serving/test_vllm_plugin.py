@@ -7,7 +7,9 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from processes import python
 
+import mglu_ops
 from mglu_ops.vllm import register
 from mglu_ops.vllm.plugin import ARCHITECTURES
 
@@ -39,6 +41,24 @@ def test_each_architecture_is_a_name_that_vllm_imports_later(registered, monkeyp
     assert registered.pop("mglu") == "MGLUConfig"
     assert registered == {name: f"mglu_ops.vllm.models:{name}" for name in ARCHITECTURES}
     assert "mglu_ops.vllm.models" not in sys.modules
+
+
+@pytest.mark.parametrize(("value", "is_on"), [(None, False), ("0", False), ("1", True)])
+def test_vllms_batch_invariant_mode_is_the_one_of_this_package(value, is_on, registered, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mglu_ops.transformers", ModuleType("mglu_ops.transformers"))
+    monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
+    if value is not None:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+    with mglu_ops.set_batch_invariant_mode(False):  # restores the mode
+        register()
+        assert mglu_ops.is_batch_invariant_mode_enabled() == is_on
+    assert "MGLUConfig" in registered.values()
+
+
+def test_registering_does_not_import_inductor() -> None:
+    """It takes seconds, in each process of vLLM, some of which do not compile anything."""
+    code = "import sys; from mglu_ops.vllm import plugin; plugin.enable_fusion_from_environment(); "
+    assert python("-c", code + "print('torch._inductor.compile_fx' in sys.modules)") == "False\n"
 
 
 def test_without_transformers_other_models_of_vllm_are_unaffected(registered, monkeypatch):
