@@ -19,7 +19,9 @@ from ranks import run_on_ranks
 from vllm_engines import BY_EXPERTS, N_MASKS, TRANSFORMERS_BACKEND, TWO_RANKS, answers, make_small, save_small, start
 
 import mglu_ops
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
+from mglu_ops.given import Given
 from mglu_ops.nn import MGLUFeedForward
 
 pytest.importorskip("vllm", reason="vLLM is not a dependency of the tests: it brings gigabytes and a torch of its own")
@@ -115,6 +117,10 @@ def check_mlp(rank: int, top_k: int | None, packed: bool, weight_format: str, in
         assert mlp.mglu.weight.dtype == reference.mglu.weight.dtype
         assert mlp.mglu.packed_masks.shape == (intermediate // 2, 3, N_MASKS)
         torch.testing.assert_close(mlp(x), reference(x))
+        layer = mlp.mglu
+        given = (x, layer.weight, layer.packed_masks, "silu", layer.mask_weights(x))
+        stored = (layer.weight_scale, layer.weight_format, layer.activation_format)
+        assert mlp.calls(5) == [("forward", Call.of(Given(*given, *stored)))], "kernels are compiled for this call"
         if weight_format != "dense":
             mglu_ops.quantize(reference, weight_format, activation_format="fp8_token")
             config.quantization_config = entry(weight_format, activation_format="fp8_token")
