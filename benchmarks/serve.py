@@ -18,7 +18,8 @@ goes on with `--resume`. No start begins that would probably not end within `--s
 With 8B parameters, a start takes 50 to 85 s on a bare H200 and less later; measuring takes 20 to 30 s. One call of 10
 minutes has time for two starts of four variants with `--at-once 4`: four engines then share the GPU. They start
 together, and take turns to measure, while the others are idle. They slow down each other's start, which therefore has
-no row. Without `--at-once`, ten minutes are enough for one start of each of four or five variants.
+no row. Without `--at-once`, ten minutes are enough for one start of each of four or five variants. Qwen3-30B-A3B has
+memory for `--at-once 2`, and time for one start of four variants.
 
 `--profile` writes serve_profile.csv instead: the time of a step by kernel, for the first number of sequences.
 """
@@ -56,9 +57,10 @@ LIMIT = 240.0
 PROTOCOL = (
     f"vLLM's class LLM with dummy weights, random masks, {', '.join(f'{k}={v}' for k, v in ENGINE.items())}; tokens "
     f"sampled at temperature 1; decode: us a step, of {NEW_TOKENS} after prompts of {PROMPT} tokens; prompts: us for "
-    f"{PROMPTS[0]} x {PROMPTS[1]} tokens; mixed: us for {REQUESTS} requests; wall-clock time of calls, median over "
-    f"{ROUNDS} calls in each start of an engine; a process for each start, variants in turns; fp8: quantization=fp8 of "
-    "vLLM, where SwiMGLU has fp8_row; fp8_row: only the weight of MGLU, and down projections of experts"
+    f"{PROMPTS[0]} x {PROMPTS[1]} tokens; mixed: us for {REQUESTS} requests; wall-clock time of calls, median over all "
+    "calls in all starts of an engine; a process for each start, variants in turns, other engines idle; fp8: "
+    "quantization=fp8 of vLLM, where SwiMGLU has fp8_row; fp8_row: only the weight of MGLU, and down projections of "
+    "experts"
 )
 ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",  # without a network, the processes of vLLM hang if it looks for an address
@@ -111,7 +113,6 @@ MODELS = {
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         {**_HEADS, **_EXPERTS, **_30B, "head_dim": 128, "num_local_experts": 128, "vocab_size": 151936},
-        24,
     ),
     "mixtral": Model(
         "Mixtral 8x7B",
@@ -121,7 +122,7 @@ MODELS = {
         8,
     ),
 }
-"""Name of a model on the command line -> the model. Of mixtures, only as many layers as start in time are served."""
+"""Name of a model on the command line -> the model. Of Mixtral, four variants with so many layers share a GPU."""
 
 
 @dataclass(frozen=True)

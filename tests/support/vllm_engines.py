@@ -42,6 +42,7 @@ if __name__ == "__main__":  # vLLM spawns processes
             results[-1].append((tokens, logprobs, output.num_cached_tokens or 0))
     print("results:", json.dumps(results))
     if is_reported:
+        from generate import report  # this file, since a function of __main__ cannot be pickled again
         print("report:", json.dumps(llm.apply_model(report)[0]))
 """
 
