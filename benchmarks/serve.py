@@ -54,6 +54,8 @@ ROUNDS = 3
 STARTS = 2
 LIMIT = 240.0
 """Seconds that an engine may take to start, or to measure once, before it is ended."""
+GRACE = 15.0
+"""Seconds in which an engine may end by itself."""
 PROTOCOL = (
     f"vLLM's class LLM with dummy weights, random masks, {', '.join(f'{k}={v}' for k, v in ENGINE.items())}; tokens "
     f"sampled at temperature 1; decode: us a step, of {NEW_TOKENS} after prompts of {PROMPT} tokens; prompts: us for "
@@ -204,7 +206,7 @@ class Engine:
                 text=True,
                 cwd=folder,
                 env={**ENVIRONMENT, **os.environ, **caches, "PYTHONPATH": path},
-                start_new_session=True,
+                preexec_fn=os.setpgrp,  # `close` ends the group
             )
 
     def ask(self) -> None:
@@ -239,7 +241,7 @@ class Engine:
         with suppress(BrokenPipeError):
             self.process.stdin.close()  # the engine's loop over the standard input ends
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(15)
+            self.process.wait(GRACE)
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -433,10 +435,16 @@ def check(out: Path) -> list[Row]:
     return run(out, False, *small.split())
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Run the command. Returns 1 if an engine failed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # as `timeout` sends; engines are then ended too
     session = Session(parse())
     if session.options.profile:
         session.profile()
     else:
         session.measure()
-    raise SystemExit(session.failed > 0)
+    return int(session.failed > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -269,6 +270,49 @@ def test_a_trace_is_summed_up_by_kernel_and_idle_time() -> None:
         profiled(events[3:])
 
 
+STUB = """
+import time
+from types import SimpleNamespace
+import torch
+
+def SamplingParams(**options):
+    return SimpleNamespace(**options)
+
+class LLM:
+    def __init__(self, folder, hangs):
+        time.sleep(1000 * hangs)
+
+    def apply_model(self, function):
+        return [function(torch.nn.Module())]
+
+    def generate(self, prompts, sampling, use_tqdm):
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=range(one.max_tokens))]) for one in sampling]
+"""
+
+
+@pytest.mark.parametrize("hangs", [pytest.param(False, marks=pytest.mark.long), True])
+def test_a_process_answers_or_is_ended(hangs: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The real process, with a module in place of vLLM."""
+    (tmp_path / "vllm.py").write_text(STUB)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    monkeypatch.setattr(serve, "GRACE", 0.2 if hangs else 60.0)
+    spec = Spec("", {"hangs": hangs}, [2], 1, str(tmp_path / "answers"))
+    started = serve.Engine(spec, tmp_path, tmp_path / "cache")
+    try:
+        if hangs:
+            with pytest.raises(EngineError, match="gave no answer in 0 s"):
+                started.answer(0.1)
+        else:
+            assert set(started.answer(120)) == {"start", "ones"}
+            for _ in range(2):
+                started.ask()
+                assert set(started.answer(120)) == {"decode 2", "prompts", "mixed"}
+    finally:
+        started.close()
+    assert started.process.returncode == (-9 if hangs else 0)
+
+
+@pytest.mark.long
 def test_an_engine_that_ends_is_reported_with_its_log(tmp_path: Path) -> None:
     """The real process, which cannot start: there is no vLLM here, or no model in the folder."""
     spec = Spec(str(tmp_path / "none"), {}, [1], 1, str(tmp_path / "answers"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -122,9 +123,21 @@ def start(
     if current_platform.is_cpu() and "tensor_parallel_size" in settings:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     command = [sys.executable, str(script), json.dumps([str(model), calls, settings, report])]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=model.parent, env=environment, timeout=300, check=False
-    )
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=model.parent,
+        env=environment,
+        preexec_fn=os.setpgrp,  # so that the processes of vLLM, which hold the pipes too, can be ended
+    ) as process:
+        try:
+            printed_and_logged = process.communicate(timeout=300 if current_platform.is_cpu() else 150)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            printed_and_logged = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, *printed_and_logged)
 
 
 def printed(process: subprocess.CompletedProcess[str], name: str) -> Any:
