@@ -54,6 +54,7 @@ ROUNDS = 3
 STARTS = 2
 LIMIT = 240.0
 """Seconds that an engine may take to start, or to measure once, before it is ended."""
+NOTED = r" took |finished in|init engine|Using .*(backend|kernel|configuration)"
 GRACE = 15.0
 """Seconds in which an engine may end by itself."""
 PROTOCOL = (
@@ -235,11 +236,19 @@ class Engine:
                 raise EngineError(f"the engine {reason}\n{self.log.read_text()[-3000:]}")
             time.sleep(0.1)
 
-    def close(self) -> None:
-        """End all processes of the engine."""
+    def notes(self) -> list[str]:
+        """The lines of the log that tell what the start took, and which kernels vLLM chose."""
+        return [line[-200:] for line in self.log.read_text().splitlines() if re.search(NOTED, line)]
+
+    def finish(self) -> None:
+        """Let the engine end by itself."""
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):
-            self.process.stdin.close()  # the engine's loop over the standard input ends
+            self.process.stdin.close()  # ends the engine's loop over the standard input
+
+    def close(self) -> None:
+        """End all processes of the engine."""
+        self.finish()
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(GRACE)
         with suppress(ProcessLookupError):
@@ -298,9 +307,9 @@ def merged(rows: Sequence[Row], start: Start, answer: dict[str, list[float]]) ->
 class Session:
     """A command that starts engines, one group after the other.
 
-    Args:
+    Attributes:
         options: the options of the command line.
-        seconds: no group of starts begins that would probably end later than this.
+        failed: the number of engines that failed.
     """
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -346,7 +355,11 @@ class Session:
                         self.failed += 1
                         del engines[start]
                     else:
+                        if not is_measured:
+                            print(f"{start}: started", *engine.notes(), sep="\n    ", flush=True)
                         yield start, found
+            for engine in engines.values():  # they end side by side
+                engine.finish()
 
     def _spec(self, start: Start, folder: Path) -> Spec:
         given = self.options
@@ -372,8 +385,9 @@ class Session:
         for group in self.groups(rows):
             for start, answer in self.answers(group):
                 if "start" in answer:
-                    print(f"{start}: started in {answer['start'][0] / 1e6:.0f} s", flush=True)
-                    answer = {self._name_of_start(start): answer["start"]} if len(group) == 1 else {}
+                    print(f"{start}: in {answer['start'][0] / 1e6:.0f} s", flush=True)
+                    timed = {self._name_of_start(start): answer["start"]}
+                    answer = timed if len(group) == 1 else {}  # engines that start together slow each other down
                 rows = merged(rows, start, answer)
                 if rows:
                     write(rows, given.out, "serve", facts)

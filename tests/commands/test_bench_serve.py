@@ -50,6 +50,12 @@ class FakeEngine:
         times = [100.0 - self.masks] * self.spec.rounds
         return dict.fromkeys((*(f"decode {n}" for n in self.spec.sequences), "prompts", "mixed"), times)
 
+    def notes(self) -> list[str]:
+        return ["Graph capturing finished in 3 secs"]
+
+    def finish(self) -> None:
+        self.log.append(f"finish {self.name}")
+
     def close(self) -> None:
         self.log.append(f"end {self.name}")
 
@@ -76,9 +82,9 @@ def session(tmp_path: Path, *more: str) -> Session:
 
 def test_each_engine_starts_and_measures_before_the_next_one_and_starts_are_interleaved(log, tmp_path):
     rows = session(tmp_path, "--starts", "2").measure()
-    assert log[:6] == ["start 0", "measure 0", "end 0", "start 1", "measure 1", "end 1"]
-    assert sorted(log[9::3]) == ["start 0", "start 1", "start 1-fp8"]
-    assert len(log) == 18
+    assert log[:8] == [f"{word} {name}" for name in "01" for word in ("start", "measure", "finish", "end")]
+    assert sorted(log[12::4]) == ["start 0", "start 1", "start 1-fp8"]
+    assert len(log) == 24
     decode = [row for row in rows if row.extra["work"] == "decode" and row.variant == "SwiMGLU"]
     assert [(row.case, row.tokens, row.n_masks, row.microseconds) for row in decode] == [
         ("Llama-3.2 1B, decode", 1, 1, 99.0),
@@ -91,8 +97,9 @@ def test_each_engine_starts_and_measures_before_the_next_one_and_starts_are_inte
 
 def test_engines_at_once_take_turns_and_have_no_time_of_their_start(log, tmp_path):
     rows = session(tmp_path, "--starts", "1", "--at-once", "2").measure()
-    begun = ["start 0", "start 1", "measure 0", "measure 1", "end 1", "end 0"]
-    assert log == [*begun, "start 1-fp8", "measure 1-fp8", "end 1-fp8"]
+    begun = ["start 0", "start 1", "measure 0", "measure 1", "finish 0", "finish 1", "end 1", "end 0"]
+    assert log[:8] == begun
+    assert log[8:] == ["start 1-fp8", "measure 1-fp8", "finish 1-fp8", "end 1-fp8"]
     assert [row.variant for row in rows if row.extra["work"] == "start"] == ["SwiMGLU, fp8"]
 
 
@@ -104,8 +111,8 @@ def test_a_command_resumes_where_another_stopped(log, tmp_path, monkeypatch):
     monkeypatch.setattr(FakeEngine, "failing", ())
     log.clear()
     rows = session(tmp_path, "--starts", "2", "--resume").measure()
-    assert log[:3] == ["start 1", "measure 1", "end 1"]
-    assert len(log) == 12
+    assert log[:4] == ["start 1", "measure 1", "finish 1", "end 1"]
+    assert len(log) == 16
     assert all(len(serve.times_of(row)) == 2 for row in rows if row.extra["work"] == "mixed")
     log.clear()
     assert repr(session(tmp_path, "--starts", "2", "--resume").measure()) == repr(rows)
@@ -116,7 +123,7 @@ def test_no_group_begins_that_would_end_too_late(log, tmp_path, monkeypatch, cap
     clock = iter(range(0, 10_000, 50))
     monkeypatch.setattr(serve.time, "monotonic", lambda: next(clock))
     session(tmp_path, "--starts", "1", "--seconds", "400").measure()
-    assert log == ["start 0", "measure 0", "end 0"]
+    assert log == ["start 0", "measure 0", "finish 0", "end 0"]
     assert "left out: Llama-3.2 1B, SwiMGLU, n_m=1, start 1" in capsys.readouterr().out
 
 
