@@ -233,7 +233,7 @@ class MGLUMoE(nn.Module):
         experts, self.top_k = settings.num_experts, settings.num_experts_per_tok
         check_int("num_experts_per_tok", self.top_k, experts, f"an int from 1 to num_experts={experts}")
         self.renormalize = getattr(settings, "norm_topk_prob", True)
-        self.gate = GateLinear(settings.hidden_size, experts, prefix=f"{prefix}.gate", return_bias=False)
+        self.gate = GateLinear(settings.hidden_size, experts, prefix=f"{prefix}.gate")
         self.experts = ParallelExperts(config, quant_config, f"{prefix}.experts")
 
     def calls(self, tokens: int) -> list[tuple[Task, Call]]:
@@ -257,7 +257,8 @@ class MGLUMoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[tokens, hidden_size]` to `[tokens, hidden_size]`; every rank gets the whole result."""
-        weights, ids = route(self.gate(x), self.top_k, self.renormalize)
+        logits, _ = self.gate(x)  # vLLM 0.26 always returns a bias too
+        weights, ids = route(logits, self.top_k, self.renormalize)
         return tensor_model_parallel_all_reduce(self.experts(x, ids, weights))
 
 

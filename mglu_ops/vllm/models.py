@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralDecoderLayer, MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2Model
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
 
 from .experts import MGLUMoE, has_experts
@@ -67,7 +68,10 @@ class MGLUQwen3DecoderLayer(Qwen3DecoderLayer):
 
 
 class MGLUQwen3Model(Qwen3Model):
-    decoder_layer_type = MGLUQwen3DecoderLayer
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        # Qwen3Model's own method only names the class of the layers, which in vLLM 0.26 nobody can change.
+        layers = {"decoder_layer_type": MGLUQwen3DecoderLayer}
+        Qwen2Model.__init__(self, vllm_config=vllm_config, prefix=prefix, **layers)
 
 
 def compile_kernels(model: nn.Module, vllm_config: VllmConfig) -> None:
@@ -88,6 +92,8 @@ class _LoadedWhole(LlamaForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **settings: Any) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, **settings)
+        if not any(isinstance(module, (MGLUMLP, MGLUMoE)) for module in self.modules()):
+            raise TypeError(f"{type(self).__name__}: this version of vLLM has built its own layers in place of MGLU's")
         compile_kernels(self, vllm_config)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
