@@ -233,8 +233,13 @@ class Engine:
                 return found
             if is_over or time.monotonic() > end:
                 reason = f"ended with {self.process.returncode}" if is_over else f"gave no answer in {seconds:.0f} s"
-                raise EngineError(f"the engine {reason}\n{self.log.read_text()[-3000:]}")
+                raise EngineError("\n".join([f"the engine {reason}", *self._errors(), self.log.read_text()[-1000:]]))
             time.sleep(0.1)
+
+    def _errors(self) -> list[str]:
+        """The lines of the log that name an error, first ones first: the engine's process tells the cause."""
+        lines = self.log.read_text().splitlines()
+        return list(dict.fromkeys(line[-300:] for line in lines if re.search(r"\w(Error|Exception): ", line)))[:8]
 
     def notes(self) -> list[str]:
         """The lines of the log that tell what the start took, and which kernels vLLM chose."""
