@@ -98,7 +98,6 @@ def explain_dispatch(*args: Any, **kwargs: Any) -> Choice:
             not one of `mglu_ops.given.OPERATORS`.
         TableError: a table of launches (`MGLU_TUNING_TABLE`) cannot be used.
         RuntimeError: the batch-invariant mode is on, and no kernel can run the call in it.
-        NotImplementedError: no backend runs the operator on this device.
     """
     op: Any = torch.ops.mglu.forward
     if args and isinstance(args[0], (OpOverload, OpOverloadPacket)):
@@ -147,10 +146,8 @@ def choose(task: Task, call: Call) -> Choice:
         if reason is None:
             return _chosen(backend, backend.describe(task, call), call, declined)
         declined.append(reason)
-    problem = "; ".join(dict.fromkeys(map(str, declined)))
-    if call.batch_invariant:
-        raise RuntimeError(REFUSED.format(problem or "training"))
-    raise NotImplementedError(f"x: got {call.dtype} on {call.device}, for which no backend runs {task!r}: {problem}")
+    assert call.batch_invariant  # otherwise, the backend `composite` runs every task
+    raise RuntimeError(REFUSED.format("; ".join(dict.fromkeys(map(str, declined))) or "training"))
 
 
 def build(task: Task, call: Call) -> None:
@@ -172,7 +169,7 @@ def _chosen(backend: Backend, how: Description, call: Call, declined: Sequence[R
     losses, text = [reason for reason in declined if reason.is_loss], how.text
     is_fallback = bool(losses or how.slow_reason) and call.out_features * call.in_features >= NOTICEABLE_WEIGHTS
     if how.slow_reason is not None:
-        text = ": ".join((how.slow_reason, *(["; ".join(map(str, declined))] if declined else [])))
+        text = ": ".join((how.slow_reason, *(["; ".join(dict.fromkeys(map(str, declined)))] if declined else [])))
     elif declined:
         text += f", slower here than other kernels of this package: {losses[0]}" if losses else f": {declined[0]}"
     return Choice(
@@ -398,7 +395,7 @@ def down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool]) 
     """Return the gradients of y, weight and expert_weights; gradients that are not needed are empty."""
     given = given.in_rows()
     call = Call.of_down(given)
-    choice = choose("down_backward", call)
+    choice = _announced("down_backward", call, "experts_down_backward")
     return BACKENDS[choice.backend].prepare("down_backward", call)(grad_output, given, needs)
 
 
@@ -406,4 +403,4 @@ def waiting_reason(task: Task, device: torch.device, dtype: torch.dtype) -> str 
     """Return the reason why the host waits for a device to run a task of experts in this dtype; None if it does not."""
     call = Call.contiguous(device, dtype, 1, 1, 16, 16).over_experts(1, 1, None)
     choice = choose(task, replace(call, batch_invariant=False))
-    return choice.reason if choice.backend == "composite" and device.type != "cpu" else None
+    return choice.reason if choice.backend == "composite" and device.type not in ("cpu", "meta") else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, get_type_hints
 
 import torch
@@ -59,12 +60,13 @@ class Given(NamedTuple):
     @staticmethod
     def of_train(x: Tensor, weight: Tensor, packed_masks: Tensor, *options: Any) -> Given:
         """Take the arguments of `mglu::forward_train` in its schema's order."""
-        return SteGiven(x, weight, packed_masks, *options).packed(packed_masks)
+        return Given(x, weight, packed_masks, **dict(zip(_OPTIONS[SteGiven], options, strict=False)))
 
     @staticmethod
     def of_grouped_train(x: Tensor, weight: Tensor, packed_masks: Tensor, offs: Tensor, *options: Any) -> Given:
         """Take the arguments of `mglu::grouped_forward_train` in its schema's order."""
-        return SteGiven.of_offs(x, weight, packed_masks, offs, *options).packed(packed_masks)
+        check_dense("offs", offs)
+        return Given.of_train(x, weight, packed_masks, *options)._replace(offs=offs)
 
     @property
     def out_features(self) -> int:
@@ -161,7 +163,7 @@ class SteGiven(NamedTuple):
 
     def packed(self, packed_masks: Tensor) -> Given:
         """The arguments of the layer with packed masks in place of the logits."""
-        options = dict(zip(_option_names(SteGiven), options_of(self), strict=True))
+        options = dict(zip(_OPTIONS[SteGiven], options_of(self), strict=True))
         return Given(self.x, self.weight, packed_masks, **options, offs=self.offs)
 
 
@@ -264,20 +266,24 @@ class BackwardGiven(NamedTuple):
         )
 
 
-def _option_names(arguments: Any) -> tuple[str, ...]:
-    """The names of the arguments with defaults, in the order of the schemas, in which ids and offs have no default."""
-    return tuple(name for name in arguments._field_defaults if name not in ("expert_ids", "offs"))
+_OPTIONS: dict[type, tuple[str, ...]] = {
+    arguments: tuple(name for name in arguments._field_defaults if name not in ("expert_ids", "offs"))
+    for arguments in (Given, SteGiven, DownGiven)
+}
+"""The names of the arguments with defaults, in the order of the schemas, in which ids and offs have no default."""
+_GET_OPTIONS = {arguments: attrgetter(*names) for arguments, names in _OPTIONS.items()}
 
 
 def options_of(given: Given | SteGiven) -> tuple[Any, ...]:
     """Return the values of the arguments that have defaults, in the order of the schemas, without ids and offs."""
-    return tuple(getattr(given, name) for name in _option_names(type(given)))
+    options: tuple[Any, ...] = _GET_OPTIONS[type(given)](given)
+    return options
 
 
 def schema_of_options(arguments: type[Given | SteGiven | DownGiven]) -> str:
     """Return the part of a schema that declares the arguments with defaults, in torch's notation."""
     types, hints = {Tensor | None: "Tensor?", str: "str", float: "float"}, get_type_hints(arguments)
-    defaults = {name: arguments._field_defaults[name] for name in _option_names(arguments)}
+    defaults = {name: arguments._field_defaults[name] for name in _OPTIONS[arguments]}
     texts = {name: "None" if value is None else json.dumps(value) for name, value in defaults.items()}
     return ", ".join(f"{types[hints[name]]} {name}={text}" for name, text in texts.items())
 

@@ -73,7 +73,7 @@ result and its gradients are zeros, and it contributes nothing to a sum, even if
 expert without rows are zeros too. offs must ascend; otherwise the results are unspecified.
 
 **No value is read on the host of a GPU.** Shapes and launches do not depend on ids or offs, so a captured CUDA graph
-replays with new ids or offs.
+replays with new ids or offs. A warning names the exception, which is float64, or a GPU without Triton.
 
 **Gradients.** `experts_forward`, which is for inference, has gradients of x and mask_weights only. The other operators
 over experts have gradients of every floating argument; to have a gradient, a weight must be dense.
@@ -86,6 +86,7 @@ formulas for FLOPs are in `flops`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ from .registering import (
     vmap_loop,
     without_autograd,
 )
-from .routing import inverse_of, sort_pairs
+from .routing import GatherRows, SortedRows
 from .tensors import check_dense, check_memory
 
 _LAYER, _STORED_LAYER = schema_of_options(SteGiven), schema_of_options(Given)
@@ -176,8 +177,8 @@ def _pack_masks_fake(masks: Tensor) -> Tensor:
 def _register_pack_logits(name: str, check: Callable[[Tensor], None]) -> None:
     @kernel(name)
     def pack(mask_logits: Tensor) -> Tensor:
+        _check_real({"mask_logits": mask_logits})
         check(mask_logits)
-        check_memory(mask_logits=mask_logits)
         return dispatch.pack_logits(mask_logits)
 
     @fake(name)
@@ -509,12 +510,11 @@ def _by_sorted_rows(given: Given) -> Tensor:
     x, weight, packed_masks = given[:3]
     expert_ids = given.expert_ids
     assert expert_ids is not None
-    pairs, offs = sort_pairs(expert_ids, weight.shape[0])
+    rows = SortedRows(expert_ids, weight.shape[0], partial(apply_function, GatherRows))
     if given.mask_weights is not None:
-        given = given._replace(mask_weights=given.mask_weights.flatten(0, 1)[pairs])
-    rows = x[pairs // expert_ids.shape[1]]
-    sorted_result = grouped_forward(rows, weight, packed_masks, offs, *options_of(given))
-    return sorted_result[inverse_of(pairs)].view(*expert_ids.shape, given.out_features)
+        given = given._replace(mask_weights=rows.of_pairs(given.mask_weights.flatten(0, 1)))
+    result = grouped_forward(rows.of_tokens(x), weight, packed_masks, rows.offs, *options_of(given))
+    return rows.put_back(result).view(*expert_ids.shape, given.out_features)
 
 
 def _refuse_gradients(tensors: dict[str, Tensor], weight_format: str, activation_format: str = "dense") -> None:

@@ -7,7 +7,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for poisoned memory, which needs deterministic cuBLAS
 # An export spends most of its time compiling the C++ code around the kernels. In tests, that code need not be fast.
@@ -20,11 +19,11 @@ import torch
 from hypothesis import HealthCheck, settings
 
 # Without this, pytest does not show the values of an assertion that fails in a helper.
-pytest.register_assert_rewrite(*(path.stem for path in (Path(__file__).parent / "support").glob("*.py")))
+pytest.register_assert_rewrite("tests.support")
 
 # The profile `ci` runs the same examples every time. `quick` (for `make test`) runs fewer of them, and `explore`
 # (with HYPOTHESIS_PROFILE=explore) searches for new ones. A test that needs more or fewer examples uses
-# `strategies.examples`.
+# `layers.examples`.
 _CHECKS = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=40, suppress_health_check=_CHECKS)
 settings.register_profile("quick", settings.get_profile("ci"), max_examples=10)

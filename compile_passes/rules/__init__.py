@@ -2,7 +2,8 @@
 
 A node gets its value from the first rule that returns one. Most rules exclude one another by the types of the values
 that they read, so their order does not matter. If two rules may return different values for one node, `PRECEDENCE`
-lists both rules and why the earlier rule is right. `tests/support/conflicts.py` finds conflicts that are not listed.
+lists both rules and why the earlier rule is right. `tests/support/programs/graphs.py` finds conflicts that are not
+listed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Implementations of the operators of `mglu_ops.ops`, over plain tensors and without autograd.
 
 A backend is an object that says which calls it supports, and prepares them (`base`). To add one, write its module and
-enter it below. `reference` is the float64 oracle of the tests, not a backend.
+enter it below.
 """
 
 from __future__ import annotations

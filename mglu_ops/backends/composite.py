@@ -6,7 +6,7 @@ The backends `cuda` and `triton`, which come first there, do not wait.
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor
 from ..call import Call
 from ..formats import FORMATS
 from ..given import DownGiven, Given
-from . import expert_loop, experts_down, formula
+from . import expert_loop, formula
 from .base import Backend, Description, Prepared, Reason, Task
+from .experts_down import gradients_of_rows
 from .formula import matmul, operand_dtype, sum_dtype
 
 
@@ -30,7 +31,7 @@ class Composite(Backend):
         return None
 
     def describe(self, task: Task, call: Call) -> Description:
-        waits = call.routing is not None and call.device.type != "cpu"
+        waits = call.routing is not None and call.device.type not in ("cpu", "meta")
         slow_reason = "the host waits for the device, to read which rows each expert has" if waits else None
         return Description("library GEMMs", slow_reason=slow_reason)
 
@@ -38,7 +39,7 @@ class Composite(Backend):
         if task == "down":
             return _down
         if task == "down_backward":
-            return partial(experts_down.backward, _grouped_product)
+            return _down_backward
         if call.routing is not None:
             return expert_loop.prepare(self, task, call)
         if task == "forward":
@@ -70,15 +71,26 @@ def _down(given: DownGiven) -> Tensor:
     return expert_loop.down(product, given)
 
 
-def _grouped_product(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    """Compute `torch.nn.functional.grouped_mm` by a loop over the experts, in the dtype of the sums."""
-    dtype, out_dtype = operand_dtype(a), sum_dtype(a.dtype)
-    if b.dim() == 3:
-        out = a.new_empty(len(a), b.shape[2], dtype=out_dtype)
-        for expert, rows in expert_loop.slices_of_experts(offs, len(a)):
-            out[rows] = matmul(a[rows].to(dtype), b[expert].to(dtype))
-        return out
-    out = a.new_zeros(len(offs), len(a), b.shape[1], dtype=out_dtype)
-    for expert, rows in expert_loop.slices_of_experts(offs, len(b)):
-        out[expert] = matmul(a[:, rows].to(dtype), b[rows].to(dtype))
-    return out
+def _down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+    """Run `experts_down_backward`."""
+    y, weight, ids, expert_weights, *_ = given
+    (_, top_k, d), dtype = y.shape, operand_dtype(y)
+    grad_y, grad_weight, grad_expert_weights = (
+        one.new_zeros(one.shape if needed else 0)
+        for one, needed in zip((y, weight, expert_weights), needs, strict=True)
+    )
+    rows_of_y, factors = y.flatten(0, 1), expert_weights.view(-1, 1).to(sum_dtype(y.dtype))
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return matmul(a.to(dtype), b.to(dtype))
+
+    for expert, pairs in expert_loop.pairs_of_experts(ids, len(weight)):
+        grad, rows = grad_output[pairs // top_k].to(dtype), rows_of_y[pairs].to(dtype)
+        of_y, of_weight, of_factors = gradients_of_rows(product, grad, rows, weight[expert], factors[pairs], needs)
+        if of_y is not None:
+            grad_y.view(-1, d)[pairs] = of_y.to(y.dtype)
+        if of_weight is not None:
+            grad_weight[expert] = of_weight
+        if of_factors is not None:
+            grad_expert_weights.view(-1, 1)[pairs] = of_factors.to(expert_weights.dtype)
+    return grad_y, grad_weight, grad_expert_weights

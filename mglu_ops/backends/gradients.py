@@ -139,14 +139,17 @@ def gradients(
             grad_x = steps.back(scaled, flipped, grad_x, part, x)
         if part.of_weight:
             flipped = None  # the next part has other output features; this frees memory for the products
-        if of_weight:
-            total, products = steps.weight_products(scaled, x, n_masks, needs_weight)
+        if not of_weight:
             del scaled
-            if grad_weight is grad_logits is None:
-                grad_weight, grad_logits = steps.outputs(total, products, weight, needs_weight, written)
-            weight_rows = None if grad_weight is None else grad_weight[..., features, :]
-            logits_rows = None if grad_logits is None else grad_logits[..., features, :]
-            steps.weight_gradients(total, products, rows, masks, weight_rows, logits_rows)
+            continue
+        total, products = steps.weight_products(scaled, x, n_masks, needs_weight)
+        del scaled  # frees memory, as below
+        if grad_weight is grad_logits is None:
+            grad_weight, grad_logits = steps.outputs(total, products, weight, needs_weight, written)
+        weight_rows = None if grad_weight is None else grad_weight[..., features, :]
+        logits_rows = None if grad_logits is None else grad_logits[..., features, :]
+        steps.weight_gradients(total, products, rows, masks, weight_rows, logits_rows)
+        del total, products
     return grad_x, grad_weight, grad_logits
 
 

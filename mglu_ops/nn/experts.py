@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from ..given import as_rows
-from ..routing import inverse_of, sort_pairs
+from ..routing import SortedRows
 from .arguments import check_dtype, check_flags, check_int, check_options, check_sizes, check_x, weight_of_linear
 from .feed_forward import FeedForwardOptions
 from .masked_linear import MaskedLinear, UnroutedOptions
@@ -139,7 +139,7 @@ class MGLUExperts(_Experts, MGLU):
     def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:  # type: ignore[override] # an MGLU has no ids
         """Map x `[..., in_features]` to `[..., K, out_features]`. Under autocast, the result has autocast's dtype.
 
-        The host does not wait for the device, and no shape depends on the values of the ids.
+        No shape depends on the values of the ids. The host waits for a GPU only in float64 and without Triton.
 
         Args:
             x: `[..., in_features]`.
@@ -170,18 +170,17 @@ class MGLUExperts(_Experts, MGLU):
 
         Unlike `ops.experts_forward`, the operators for sorted rows have the gradients of weights and masks.
         """
-        top_k, weight, scale = expert_ids.shape[1], self.on_rank(self.weight), self.on_rank(self.weight_scale)
-        order, offs = sort_pairs(expert_ids, weight.shape[0])
-        inverse = inverse_of(order)
-        x = GatherRows.apply(x, order, inverse, top_k)
-        weights = None if mask_weights is None else GatherRows.apply(mask_weights, order, inverse, top_k)
+        weight, scale = self.on_rank(self.weight), self.on_rank(self.weight_scale)
+        rows = SortedRows(expert_ids, weight.shape[0])
+        x, offs = rows.of_tokens(x), rows.offs
+        weights = None if mask_weights is None else rows.of_tokens(mask_weights)
         if self.packed_masks is None:
             logits = self.on_rank(self.mask_logits)
             y, _ = ops.grouped_forward_ste(x, weight, logits, offs, self.activation, weights)
         else:
             given = (x, weight, self.on_rank(self.packed_masks), offs, self.activation, weights)
             y = ops.grouped_forward(*given, scale, self.weight_format, self.activation_format)
-        return GatherRows.apply(y, inverse, order, 1)
+        return rows.put_back(y)
 
 
 class NaiveMGLUExperts(_Experts, NaiveMGLU):
@@ -390,29 +389,3 @@ def route(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Ten
     if norm_topk_prob:
         weights = weights / weights.sum(-1, keepdim=True)
     return weights.to(logits.dtype), ids
-
-
-class GatherRows(torch.autograd.Function):
-    """Gather the rows `x[order // copies]`, where `order` is a permutation of `copies * len(x)` indices.
-
-    The backward pass gathers the gradient with the inverse permutation and sums over the copies of a row. Autograd's
-    own gradient of indexing adds rows with atomic operations, in an order that changes from call to call.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, order: Tensor, inverse: Tensor, copies: int) -> Tensor:
-        return x[order if copies == 1 else order // copies]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, _, inverse, copies = inputs
-        ctx.sizes = x.shape[0], copies
-        ctx.save_for_backward(inverse)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (inverse,) = ctx.saved_tensors
-        grad = grad[inverse]
-        return grad if ctx.sizes[1] == 1 else grad.unflatten(0, ctx.sizes).sum(1), None, None, None

@@ -13,8 +13,8 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from ..formats import get_format
 from ..nn.arguments import check_columns_of_ranks, check_rows_of_ranks
-from ..nn.experts import ExpertsDown, GatherRows, MGLUExperts, MGLUExpertsFeedForward, OnRank, weighted_sum
-from ..routing import inverse_of, sort_pairs
+from ..nn.experts import ExpertsDown, MGLUExperts, MGLUExpertsFeedForward, OnRank, weighted_sum
+from ..routing import SortedRows
 from .colwise import place
 
 BY_EXPERTS: dict[str, Placement] = dict.fromkeys(("weight", "weight_scale", "mask_logits", "packed_masks"), Shard(0))
@@ -117,21 +117,20 @@ def exchange(layer: MGLUExpertsFeedForward, x: Tensor, expert_ids: Tensor, exper
     experts = layer.experts
     assert isinstance(experts.weight, DTensor)
     mesh = experts.weight.device_mesh
-    group, ranks, top_k = mesh.get_group(), mesh.size(), expert_ids.shape[1]
-    order, offs = sort_pairs(expert_ids, experts.num_experts)
-    inverse = inverse_of(order)
-    to_send = offs.diff(prepend=offs.new_zeros(1))
+    group, ranks = mesh.get_group(), mesh.size()
+    order = SortedRows(expert_ids, experts.num_experts)
+    to_send = order.offs.diff(prepend=order.offs.new_zeros(1))
     to_get = all_to_all_single(to_send, None, None, group)
     counts = torch.stack([to_send, to_get]).view(2, ranks, -1)  # rows sent or received, by other rank and expert
     sent, got = counts.sum(2).tolist()
 
-    rows = all_to_all_single_autograd(GatherRows.apply(x, order, inverse, top_k), got, sent, group)
+    rows = all_to_all_single_autograd(order.of_tokens(x), got, sent, group)
     own = experts.num_experts // ranks
     ids = mesh.get_local_rank() * own + torch.arange(experts.num_experts, device=x.device) % own
     ids = ids.repeat_interleave(counts[1].flatten(), output_size=sum(got)).unsqueeze(1)
     results = weighted_sum(layer, rows, ids, expert_weights.new_ones(ids.shape))
     results = all_to_all_single_autograd(results, sent, got, group)
-    results = GatherRows.apply(results, inverse, order, 1).unflatten(0, expert_ids.shape)
+    results = order.put_back(results).unflatten(0, expert_ids.shape)
     return torch.bmm(expert_weights.unsqueeze(1), results).squeeze(1)
 
 

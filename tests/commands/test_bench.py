@@ -13,7 +13,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from bench_rows import row
 
 from benchmarks import decode, pages, suites
 from benchmarks.ceiling import GEMM_TOKENS, floor
@@ -22,6 +21,7 @@ from benchmarks.timing import relative_error, summarise
 from mglu_ops import bench
 from mglu_ops.__main__ import main
 from mglu_ops.timer import BYTES_OF_LAYERS, layers_for
+from tests.support.commands import row
 
 NAN = float("nan")
 

@@ -6,11 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
 import torch
 import torch.nn.functional as F
-from bench_rows import row
 from torch import Tensor
 
 from benchmarks import baselines, decode, pages
@@ -19,6 +17,8 @@ from benchmarks.layers import ROUTINGS, ExpertLayers, Model, masks_of, route
 from benchmarks.records import Row, read, write
 from benchmarks.timing import Timing, Variant
 from mglu_ops.backends import triton as triton_backend
+from tests.support import commands
+from tests.support.commands import row
 
 MODEL = Model(experts=6, out_features=40, in_features=48, top_k=3)
 NAN = float("nan")
@@ -101,7 +101,7 @@ def check(variants: list[Variant]) -> None:
 @pytest.mark.skipif(not triton_backend.is_installed(), reason="triton is not installed")
 def test_triton_kernels_compute_their_layers() -> None:
     """Runs in a new process, because Triton decides when kernels are imported whether it interprets them."""
-    processes.python("-c", "import test_bench_experts; test_bench_experts.check_triton()", TRITON_INTERPRET="1")
+    commands.python("-c", "import test_bench_experts; test_bench_experts.check_triton()", TRITON_INTERPRET="1")
 
 
 def check_triton() -> None:

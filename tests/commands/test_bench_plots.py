@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench_rows import frame_of, row
 
 from benchmarks import decode, suites
 from benchmarks.frames import load
-from benchmarks.records import read_table
+from benchmarks.records import Row, read_table, write
+from tests.support.commands import row
+
+
+def frame_of(rows: Iterable[Row], folder: Path) -> Any:
+    """The pandas frame of the rows, after a round trip through files in `folder`."""
+    from benchmarks import frames
+
+    write(rows, folder, "rows", "by the clock")
+    return frames.load(folder, "rows")
 
 
 @pytest.fixture

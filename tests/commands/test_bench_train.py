@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from bench_rows import row
-from families import quick_only_for
 from torch import Tensor
 
 from benchmarks import pages, records, timing, train
 from benchmarks.records import Row, read, read_table
 from benchmarks.train import FUSED, GEMMS, MODULE, NAIVE, OPERATOR, RECOMPUTING, SWIGLU, TRICK
 from mglu_ops.accuracy import ERROR_BUDGET
+from tests.support.commands import row
+from tests.support.families import quick_only_for
 
 PROBLEM = train.Problem((24, 16), tokens=10, n_masks=2)
 ALL = (NAIVE, TRICK, FUSED, OPERATOR, MODULE, RECOMPUTING)

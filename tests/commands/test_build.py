@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from build_kinds import CONTENT, cpu_kind, files
 
 from mglu_ops.__main__ import main
 from mglu_ops.backends import cpu
@@ -16,8 +15,9 @@ from mglu_ops.backends.cuda.choice import choose
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.kernels import quantize_x
 from mglu_ops.call import Call
+from tests.support.builds import CONTENT, cpu_kind, files
 
-pytest_plugins = ["build_kinds"]
+pytest_plugins = ["tests.support.builds"]
 pytestmark = pytest.mark.usefixtures("folder")
 
 LAYER = ["--arch", "sm_90", "--shapes", "8192x2048", "--n-masks", "4", "--tokens", "1", "64"]

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import ROOT, python, run
 
 import mglu_ops
 from mglu_ops.__main__ import main
+from tests.support.commands import ROOT, python, run
 
 
 @pytest.mark.parametrize("option", ["--help", "--version"])

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from processes import ROOT, run
 from torch import Tensor
 
 import mglu_ops
 from mglu_ops.timer import milliseconds
+from tests.support.commands import ROOT, run
 
 DEMO = ROOT / "examples" / "demo.py"
 SMALL = ["--device", "cpu", "--layer", "128", "64", "--layers", "1", "--width", "32", "--n-masks", "2", "--steps", "60"]

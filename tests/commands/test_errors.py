@@ -7,12 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from library_fixtures import needs_compiler
-from small_packages import write_small_package
 
 from mglu_ops.__main__ import main
+from tests.support.packaging import needs_compiler, write_small_package
 
-pytest_plugins = ["build_kinds"]
+pytest_plugins = ["tests.support.builds"]
 
 MODELS = """
 import torch

@@ -10,12 +10,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import processes
 import pytest
-from families import quick_only_for
-from processes import ROOT, snippets
 
 from benchmarks import pages, suites
+from tests.support.commands import ROOT, snippets
+from tests.support.commands import run as run_command
+from tests.support.families import quick_only_for
 
 README = (ROOT / "README.md").read_text()
 MOST_LINES = 150
@@ -42,7 +42,7 @@ def run(command: Sequence[str | Path], folder: Path) -> str:
     if PYTHON:
         environment["PYTHONPATH"] = ""
     environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # the usual folder may hold older code
-    process = processes.run(command, timeout=600, folder=folder, **environment)
+    process = run_command(command, timeout=600, folder=folder, **environment)
     assert process.returncode == 0, process.stderr
     return process.stdout
 

@@ -16,15 +16,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from build_kinds import CONTENT, artifact, cpu_kind, cuda_kind, fake_compiler, files, obtain, only_file, shared_folder
-from strategies import make_layer
 
 from mglu_ops import dispatch
 from mglu_ops.backends import cache
 from mglu_ops.backends.cpu import build, library
 from mglu_ops.backends.cuda import compiler
+from tests.support.builds import (
+    CONTENT,
+    artifact,
+    cpu_kind,
+    cuda_kind,
+    fake_compiler,
+    files,
+    obtain,
+    only_file,
+    shared_folder,
+)
+from tests.support.layers import make_layer
 
-pytest_plugins = ["build_kinds"]
+pytest_plugins = ["tests.support.builds"]
 pytestmark = pytest.mark.usefixtures("folder")
 
 STRANGER = 54321

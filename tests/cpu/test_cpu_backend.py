@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cpu_calls import needs_compiler, run
-from strategies import make_layer
 
 import mglu_ops
 from mglu_ops import dispatch
@@ -19,6 +17,8 @@ from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cpu import build, library
 from mglu_ops.call import Call
 from mglu_ops.given import Given
+from tests.support.cpu import needs_compiler, run
+from tests.support.layers import make_layer
 
 pytestmark = needs_compiler
 

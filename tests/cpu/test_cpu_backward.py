@@ -7,21 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from budgets import relative_error
-from cpu_calls import BFLOAT16, EMULATED, needs_compiler
-from cuda_problem import pack
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_layouts import rows_apart, transposed
 from torch import Tensor
-from training_checks import NAMES, Layer, assert_as_good_as_naive, assert_rounded, take_step
 
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cpu import Cpu, backward, build, library
-from mglu_ops.backends.cpu import backward_steps as steps
+from tests.support.budgets import relative_error
+from tests.support.cpu import BFLOAT16, EMULATED, needs_compiler
+from tests.support.layers import pack, rows_apart, transposed
+from tests.support.training_steps import NAMES, TrainingLayer, assert_as_good_as_naive, assert_rounded, take_step
 
-pytest_plugins = ["cpu_calls"]
+pytest_plugins = ["tests.support.cpu"]
 pytestmark = [needs_compiler, pytest.mark.parametrize("kernel", [BFLOAT16[0], EMULATED[0]], indirect=True, ids=str)]
 
 BF16, F32, F16, F64 = torch.bfloat16, torch.float32, torch.float16, torch.float64
@@ -34,8 +32,8 @@ def _forgotten_calls(kernel, monkeypatch):
 
 
 @pytest.fixture
-def kernels(kernel):
-    return kernel.library()
+def steps(kernel):
+    return backward.CpuSteps(kernel.library())
 
 
 def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -43,27 +41,27 @@ def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
 
 
 @pytest.mark.parametrize("n_masks", range(1, 17))
-def test_flip_signs(kernels, n_masks):
+def test_flip_signs(steps, n_masks):
     for d, h in itertools.product((1, 5), COLUMNS):
         weight, masks = normal(d, h), torch.rand(n_masks, d, h) > 0.5
         expected = torch.cat((weight[None], torch.where(masks, -weight, weight)))
         for change in (torch.clone, rows_apart):
-            assert torch.equal(steps.flip_signs(kernels, change(weight), pack(masks)), expected)
+            assert torch.equal(steps.flip_signs(change(weight), pack(masks)), expected)
 
 
-def test_scale(kernels):
+def test_scale(steps):
     """The product of two bfloat16 numbers is exact in float32, so results are rounded once."""
     for tokens, entries, columns in itertools.product((1, 9), (1, 2, 17), COLUMNS):
         grad, partials = normal(tokens, columns), normal(tokens, entries, columns)
         for change in (torch.clone, rows_apart):
-            out = torch.full_like(partials, float("nan"))
-            steps.scale(kernels, change(grad), change(partials), out)
-            assert torch.equal(out, (grad.float()[:, None] * partials.float()).to(BF16))
+            steps._memory = torch.full((partials.numel(),), float("nan"), dtype=BF16)  # what the kernel does not write
+            found = steps.scale(change(grad), change(partials))
+            assert torch.equal(found, (grad.float()[:, None] * partials.float()).to(BF16))
 
 
 @pytest.mark.parametrize("total_dtype", [BF16, F32])
 @pytest.mark.parametrize("logits_dtype", [None, BF16, F32])
-def test_weight_gradients(kernels, logits_dtype, total_dtype):
+def test_weight_gradients(steps, logits_dtype, total_dtype):
     for n_masks, d, h in itertools.product((1, 2, 3, 8, 16), (1, 5), COLUMNS):
         weight, products, total = normal(d, h), normal(n_masks, d, h), normal(d, h, dtype=total_dtype)
         masks, nan = torch.rand(n_masks, d, h) > 0.5, float("nan")
@@ -72,7 +70,7 @@ def test_weight_gradients(kernels, logits_dtype, total_dtype):
         for needs_weight in (True, False) if logits_dtype else (True,):
             grad_weight = torch.full((d, h), nan, dtype=BF16) if needs_weight else None
             part = None if grad_logits is None else grad_logits[:, 1:-1]
-            steps.weight_gradients(kernels, total, products, rows_apart(weight), pack(masks), grad_weight, part)
+            steps.weight_gradients(total, products, rows_apart(weight), pack(masks), grad_weight, part)
             if grad_weight is not None:
                 exact = total.double() + torch.where(masks, -products, products).double().sum(0)
                 assert_rounded(grad_weight, exact, "weight")
@@ -82,24 +80,23 @@ def test_weight_gradients(kernels, logits_dtype, total_dtype):
                 assert grad_logits[:, [0, -1]].isnan().all()
 
 
-def test_mask_weight_gradients(kernels):
+def test_mask_weight_gradients(steps):
     for tokens, n_masks, columns in itertools.product((1, 9), (1, 3, 16), (*COLUMNS, 3000)):
         grad, terms = normal(tokens, columns), normal(tokens, n_masks, columns)
         exact = (grad.double()[:, None] * terms.double()).sum(-1)
         for change in (torch.clone, rows_apart):
-            found = steps.mask_weight_gradients(kernels, change(grad), change(terms))
+            found = steps.mask_weight_gradients(change(grad), change(terms))
             torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-4)
 
 
-def test_not_finite_numbers(kernels):
+def test_not_finite_numbers(steps):
     numbers = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38, 0.0]).to(BF16)
     grad, partials = numbers.repeat_interleave(5)[None], numbers.repeat(5)[None, None]
-    out = torch.empty_like(partials)
-    steps.scale(kernels, grad, partials, out)
-    torch.testing.assert_close(out, (grad[:, None].float() * partials.float()).to(BF16), equal_nan=True)
+    found = steps.scale(grad, partials)
+    torch.testing.assert_close(found, (grad[:, None].float() * partials.float()).to(BF16), equal_nan=True)
 
 
-def run(layer: Layer, needs: tuple[bool, ...] = (True,) * 4) -> dict[str, Tensor]:
+def run(layer: TrainingLayer, needs: tuple[bool, ...] = (True,) * 4) -> dict[str, Tensor]:
     """Return the CPU backend's result and gradients, also on CPUs for which `dispatch` would not choose it."""
     backward = BACKENDS["cpu"].prepare("backward", layer.call)
     return take_step(layer, lambda given: torch.ops.mglu.forward_train(*given[:5]), backward, needs)
@@ -108,7 +105,7 @@ def run(layer: Layer, needs: tuple[bool, ...] = (True,) * 4) -> dict[str, Tensor
 @pytest.mark.parametrize("density", [0.1, 0.25, 0.5, 0.75, 0.9])
 @pytest.mark.parametrize("n_masks", [1, 2, 3, 4, 5, 8, 16])
 def test_errors_are_close_to_the_naive_layers(n_masks, density):
-    layer = Layer.random("cpu", BF16, (192,), 96, 136, n_masks, density=density, mask_weights_dtype=BF16)
+    layer = TrainingLayer.random("cpu", BF16, (192,), 96, 136, n_masks, density=density, mask_weights_dtype=BF16)
     assert_as_good_as_naive(run(layer), layer, 1.5 if 0.25 <= density <= 0.75 else 2.5)
 
 
@@ -118,7 +115,7 @@ def test_layers_of_any_size(data):
     h = data.draw(st.integers(2, 70))  # with one column, gate or value is 0, and gradients of x and weight vanish
     mask_weights_dtype = data.draw(st.sampled_from([None, BF16, F32]))
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
-    layer = Layer.random("cpu", BF16, (tokens,), d, h, n_masks, mask_weights_dtype=mask_weights_dtype)
+    layer = TrainingLayer.random("cpu", BF16, (tokens,), d, h, n_masks, mask_weights_dtype=mask_weights_dtype)
     exact = layer.in_plain_torch(F64)
     # Small sums have few roundings, so errors vary by chance, and the bound does not depend on the naive layer's error.
     for name, found in run(layer).items():
@@ -128,7 +125,7 @@ def test_layers_of_any_size(data):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_chunks_of_tokens_and_features(monkeypatch, weighted):
-    layer = Layer.random("cpu", BF16, (200,), 150, 72, 5, mask_weights_dtype=BF16 if weighted else None)
+    layer = TrainingLayer.random("cpu", BF16, (200,), 150, 72, 5, mask_weights_dtype=BF16 if weighted else None)
     whole = run(layer)
     monkeypatch.setattr(backward, "_CHUNK_ELEMENTS", 1)
     parts = run(layer)
@@ -140,7 +137,7 @@ def test_chunks_of_tokens_and_features(monkeypatch, weighted):
 @pytest.mark.parametrize("logits_dtype", [BF16, F32, F16, F64])
 @pytest.mark.parametrize("n_masks", [2, 6])
 def test_each_subset_of_gradients(logits_dtype, n_masks):
-    layer = Layer.random("cpu", BF16, (70,), 40, 72, n_masks, mask_weights_dtype=F32, logits_dtype=logits_dtype)
+    layer = TrainingLayer.random("cpu", BF16, (70,), 40, 72, n_masks, mask_weights_dtype=F32, logits_dtype=logits_dtype)
     for needs in itertools.product((False, True), repeat=4):
         found = run(layer, needs)
         for name in found.keys() - {"y"}:
@@ -150,7 +147,7 @@ def test_each_subset_of_gradients(logits_dtype, n_masks):
 
 @pytest.mark.parametrize("size", [(0, 8, 8), (3, 0, 8), (3, 8, 0), (0, 0, 0), (1, 1, 1), (1, 300, 9), (2, 1, 300)])
 def test_sizes_of_zero_and_one(size):
-    layer = Layer.random("cpu", BF16, size[:1], *size[1:], 3, mask_weights_dtype=BF16)
+    layer = TrainingLayer.random("cpu", BF16, size[:1], *size[1:], 3, mask_weights_dtype=BF16)
     exact = layer.in_plain_torch(F64)
     for name, found in run(layer).items():
         torch.testing.assert_close(found.double(), exact[name], rtol=0.1, atol=0.05)
@@ -158,7 +155,7 @@ def test_sizes_of_zero_and_one(size):
 
 @pytest.mark.parametrize("n_masks", [2, 6])
 def test_layouts_do_not_change_results(n_masks):
-    layer = Layer.random("cpu", BF16, (33,), 41, 50, n_masks, mask_weights_dtype=BF16)
+    layer = TrainingLayer.random("cpu", BF16, (33,), 41, 50, n_masks, mask_weights_dtype=BF16)
     wide_masks = torch.full((41, 9, n_masks + 2), 255, dtype=torch.uint8)
     packed_masks = wide_masks[:, :7, :n_masks].copy_(layer.packed_masks)
     expanded = layer.grad_output[:1].expand(33, 41)
@@ -171,7 +168,7 @@ def test_layouts_do_not_change_results(n_masks):
 
 
 def test_repetition_does_not_change_bits():
-    layer = Layer.random("cpu", BF16, (300,), 256, 200, 5, mask_weights_dtype=BF16)
+    layer = TrainingLayer.random("cpu", BF16, (300,), 256, 200, 5, mask_weights_dtype=BF16)
     expected = run(layer)
     for _ in range(3):
         assert all(map(torch.equal, run(layer).values(), expected.values()))
@@ -179,7 +176,7 @@ def test_repetition_does_not_change_bits():
 
 def test_only_bfloat16_on_cpus_with_its_instructions_runs_this_backward_pass(monkeypatch):
     def chosen(dtype: torch.dtype) -> str:
-        return dispatch.choose("backward", Layer.random("cpu", dtype, (5,), 16, 24, 2).call).backend
+        return dispatch.choose("backward", TrainingLayer.random("cpu", dtype, (5,), 16, 24, 2).call).backend
 
     assert {chosen(dtype) for dtype in (F32, F16, F64)} == {"composite"}
     assert chosen(BF16) == ("cpu" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "composite")
@@ -201,7 +198,7 @@ def test_autograd_runs_this_backward_pass(monkeypatch):
             return super().prepare(task, call, launch)
 
     monkeypatch.setattr(dispatch, "BACKENDS", {**BACKENDS, "cpu": Spy()})
-    layer = Layer.random("cpu", BF16, (3, 20), 40, 72, 3)
+    layer = TrainingLayer.random("cpu", BF16, (3, 20), 40, 72, 3)
     x, weight, logits = (t.clone().requires_grad_() for t in (layer.x, layer.weight, layer.logits))
     for _ in range(2):
         y, _ = torch.ops.mglu.forward_ste(x, weight, logits, "silu", None)

@@ -13,27 +13,54 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import strategies as s
 import torch
-from budgets import BUDGET, NAIVE_FACTOR, relative_error
-from cpu_calls import BFLOAT16, EMULATED, NATIVE, assert_right, forward_train, needs_compiler, run, run_stored
-from families import quick_only_for
 from hypothesis import given
 from hypothesis import strategies as st
-from outliers import TOKENS, assert_loses_no_more_than_naive, layer_of_large_gates, outlier_layers
-from stored_weights import every_stored_value, stored_layer
-from strategies import Layer, make_layer
-from training_checks import exact_partials, products_of
+from torch import Tensor
 
 import mglu_ops
-from mglu_ops.backends import cpu
+from mglu_ops.backends import BACKENDS, cpu
 from mglu_ops.backends.cpu import build
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
 from mglu_ops.given import Given
+from tests.support import layers as s
+from tests.support.budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
+from tests.support.cpu import BFLOAT16, EMULATED, NATIVE, needs_compiler, run
+from tests.support.families import quick_only_for
+from tests.support.hard_values import TOKENS, assert_loses_no_more_than_naive, layer_of_large_gates, outlier_layers
+from tests.support.layers import Layer, every_stored_value, make_layer, stored_layer
+from tests.support.training_steps import exact_partials, products_of
 
-pytest_plugins = ["cpu_calls"]
+pytest_plugins = ["tests.support.cpu"]
 pytestmark = needs_compiler
 TESTS = Path(__file__).parent
+
+
+def run_stored(given: Given, isa: str) -> Tensor:
+    """The CPU backend's result for arguments with a weight in any format."""
+    return BACKENDS["cpu"].prepare("forward", Call.of(given), isa)(given)
+
+
+def forward_train(layer: Layer, isa: str | None = None) -> tuple[Tensor, Tensor]:
+    """The result and the partial derivatives of a layer with x `[tokens, in_features]`."""
+    given = Given(layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights)
+    return BACKENDS["cpu"].prepare("train", Call.of(given), isa)(given)
+
+
+def assert_right(layer: Layer, isa: str | None, what: str) -> None:
+    """Assert that the results in inference and training, and all partial derivatives, are within the budget."""
+    products = products_of(layer.x, layer.weight, layer.masks)
+    exact, exact_entries = exact_partials(products, layer.activation, layer.mask_weights)
+    assert_matches(run(layer, isa or "best"), exact, what=what)
+    y, partials = forward_train(layer, isa)
+    assert y.dtype is partials.dtype is layer.x.dtype
+    assert y.is_contiguous()
+    assert partials.is_contiguous()
+    assert_matches(y, exact, what=f"{what} in training")
+    assert partials.shape == exact_entries.shape
+    for entry in range(partials.shape[1]):
+        assert_matches(partials[:, entry], exact_entries[:, entry], what=f"{what}, {entry=}")
 
 
 def kernels_of(*dtypes: torch.dtype) -> pytest.MarkDecorator:
@@ -120,7 +147,7 @@ def test_error_is_close_to_the_naive_layers(kernel, tokens):
 @given(st.data())
 def test_every_layout(kernel, data):
     """Covers strided rows, strided columns, and tensors that cannot be viewed as a matrix."""
-    layer = data.draw(s.layers(dtype=kernel.dtype))
+    layer = data.draw(s.layers(dtypes=(kernel.dtype,)))
     total = layer.x.abs().double() @ layer.weight.abs().double().T
     term_weights = len(layer.masks) if layer.mask_weights is None else layer.mask_weights.double().sum(-1, keepdim=True)
     tiny = torch.finfo(kernel.dtype).tiny

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import quick_cases, quick_only_for
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig, TileWgmma
@@ -26,6 +25,7 @@ from mglu_ops.backends.cuda.kernels.tile_wgmma_choice import fp8_launches
 from mglu_ops.backends.cuda.kernels.tile_wgmma_training import training_choice
 from mglu_ops.call import Call, StoredWeight
 from mglu_ops.formats import FORMATS
+from tests.support.families import quick_cases, quick_only_for
 
 ARCHITECTURES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
 MOST_USED = ((8, 0), (9, 0))
@@ -177,7 +177,7 @@ def test_weights_are_decoded_first_for_many_tokens(name: str) -> None:
     assert "decoded" in str(decoded.violation(dense, HOPPER))
 
 
-@pytest.mark.long  # test_tile_experts.py compiles one such kernel in the quick tests
+@pytest.mark.long  # test_expert_launches.py compiles one such kernel in the quick tests
 @pytest.mark.parametrize(
     ("name", "n_masks"), [*(("fp8_row", n) for n in range(1, 17)), *(("fp8_block", n) for n in USUAL_MASKS)]
 )
@@ -206,7 +206,7 @@ def test_calls_whose_products_are_in_fp8(arch: tuple[int, int]) -> None:
         assert compiled(*rounding.source)[1] == 0
 
 
-@pytest.mark.long  # test_tile_experts.py compiles one such kernel in the quick tests
+@pytest.mark.long  # test_expert_launches.py compiles one such kernel in the quick tests
 @pytest.mark.parametrize(
     ("n_masks", "tokens", "x_alignment"),  # x that is only 8-byte aligned is permuted first
     [(1, 64, 16), (2, 8192, 16), (4, 24, 16), (4, 8192, 8), (8, 64, 8), (9, 24, 16), (16, 24, 16), (16, 8192, 16)],

@@ -10,13 +10,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from emulated_kernels import needs_compiler, run
 from torch import Tensor
 
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.kernels import group_tokens
 from mglu_ops.call import Call
 from mglu_ops.routing import inverse_of, sort_pairs
+from tests.support.emulated_kernels import needs_compiler, run
 
 pytestmark = needs_compiler
 

@@ -1,4 +1,4 @@
-"""The CUDA backend's training step, run on a CPU: its host code, and emulated kernels.
+"""The CUDA backend's training steps, run on a CPU: their host code, and emulated kernels. `grouped_mm` is a loop.
 
 tests/support/emulated_kernels.py says what emulation can show. test_cuda_compile.py compiles the kernels for GPUs.
 """
@@ -8,19 +8,20 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
-from emulated_kernels import emulated_kernels, needs_compiler
-from families import family, quick_only_for, sample
-from memory_layouts import rows_apart, spaced, transposed, unaligned
 from torch import Tensor
-from training_checks import Layer, Steps, assert_as_good_as_naive, take_step
 
 from mglu_ops.activations import ACTIVATIONS
-from mglu_ops.backends.cuda import training
+from mglu_ops.backends.cuda import experts_training, training
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.kernels import backward_gemm
+from tests.support.emulated_kernels import emulated_kernels, needs_compiler
+from tests.support.families import family, quick_only_for, sample
+from tests.support.layers import rows_apart, spaced, transposed, unaligned
+from tests.support.training_steps import Steps, TrainingLayer, assert_as_good_as_naive, take_step
 
 __all__ = ["emulated_kernels"]  # a fixture
 
@@ -109,7 +110,7 @@ def test_sizes_for_which_backward_uses_its_own_gemm(sizes: tuple[int, int, int],
     assert backward_gemm.is_faster(KNOWN_GPUS[9, 0], *sizes) is own_kernel
 
 
-def run(layer: Layer, needs: Sequence[bool] = (True,) * 4) -> dict[str, Tensor]:
+def run(layer: TrainingLayer, needs: Sequence[bool] = (True,) * 4) -> dict[str, Tensor]:
     return take_step(layer, training.ForwardTrain(layer.call), training.Backward(layer.call), needs)
 
 
@@ -118,13 +119,15 @@ def run(layer: Layer, needs: Sequence[bool] = (True,) * 4) -> dict[str, Tensor]:
     family([4, 1, 16], [0.5, 0.25, 0.9], [BF16, F16], [None, BF16], most=2, one_in=3),
 )
 def test_errors_are_close_to_the_naive_layers(n_masks, density, dtype, mask_weights_dtype):
-    layer = Layer.random("cpu", dtype, (96,), 136, 200, n_masks, density=density, mask_weights_dtype=mask_weights_dtype)
+    layer = TrainingLayer.random(
+        "cpu", dtype, (96,), 136, 200, n_masks, density=density, mask_weights_dtype=mask_weights_dtype
+    )
     assert_as_good_as_naive(run(layer), layer, 1.5 if density < 0.9 else 2.5)
 
 
 @pytest.mark.long
 def test_several_chunks_give_the_gradients_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = Layer.random("cpu", BF16, (40,), 300, 72, 3, mask_weights_dtype=F32)
+    layer = TrainingLayer.random("cpu", BF16, (40,), 300, 72, 3, mask_weights_dtype=F32)
     whole = run(layer)
     monkeypatch.setattr(training, "_SMALLEST_CHUNK", 1)
     assert len(training.feature_chunks(40, 3, 300, 72, training.BACKWARD_CHUNKS)) == 3
@@ -137,7 +140,7 @@ def test_several_chunks_give_the_gradients_of_one(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("needs", sample(list(itertools.product([True, False], repeat=4)), 5))
 def test_each_subset_of_gradients(needs: tuple[bool, bool, bool, bool]) -> None:
-    layer = Layer.random("cpu", BF16, (9,), 24, 40, 2, mask_weights_dtype=F32)
+    layer = TrainingLayer.random("cpu", BF16, (9,), 24, 40, 2, mask_weights_dtype=F32)
     whole = run(layer)
     for name, found in run(layer, needs).items():
         assert torch.equal(found, whole[name])
@@ -149,7 +152,7 @@ ODD_SIZES = [(0, 24, 40), (1, 24, 40), (5, 0, 40), (5, 24, 0), (7, 13, 21)]
 @pytest.mark.parametrize("sizes", quick_only_for([ODD_SIZES[0], ODD_SIZES[-1]], ODD_SIZES), ids=str)
 def test_sizes_of_zero_one_and_odd_numbers(sizes: tuple[int, int, int]) -> None:
     tokens, d, h = sizes
-    layer = Layer.random("cpu", F16, (tokens,), d, h, 3, mask_weights_dtype=F32)
+    layer = TrainingLayer.random("cpu", F16, (tokens,), d, h, 3, mask_weights_dtype=F32)
     for name, found in run(layer).items():
         exact = layer.in_plain_torch(torch.float64)[name]
         torch.testing.assert_close(found.double(), exact, rtol=0.02, atol=0.02, msg=name)
@@ -157,7 +160,7 @@ def test_sizes_of_zero_one_and_odd_numbers(sizes: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("logits_dtype", quick_only_for([F32], [F32, F16, torch.float64]))
 def test_dtypes_of_logits_and_mask_weights(logits_dtype: torch.dtype) -> None:
-    layer = Layer.random("cpu", BF16, (33,), 40, 64, 3, logits_dtype=logits_dtype, mask_weights_dtype=F32)
+    layer = TrainingLayer.random("cpu", BF16, (33,), 40, 64, 3, logits_dtype=logits_dtype, mask_weights_dtype=F32)
     found = run(layer)
     assert found["logits"].dtype is logits_dtype
     assert found["mask_weights"].dtype is F32
@@ -166,7 +169,7 @@ def test_dtypes_of_logits_and_mask_weights(logits_dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("d", quick_only_for([24], [24, 21]))
 def test_any_strides_give_nearly_the_same(d: int) -> None:
-    layer = Layer.random("cpu", BF16, (10,), d, 40, 3, mask_weights_dtype=F32)
+    layer = TrainingLayer.random("cpu", BF16, (10,), d, 40, 3, mask_weights_dtype=F32)
     layer.grad_output = layer.grad_output[:1].repeat(10, 1)
     whole = run(layer)
     x, weight, grad, mask_weights = layer.x, layer.weight, layer.grad_output, layer.mask_weights
@@ -183,7 +186,81 @@ def test_any_strides_give_nearly_the_same(d: int) -> None:
 
 @pytest.mark.parametrize("layout", [unaligned, spaced, transposed])
 def test_packed_masks_in_other_layouts(layout: Callable[[Tensor], Tensor]) -> None:
-    layer = Layer.random("cpu", BF16, (6,), 16, 40, 4)
+    layer = TrainingLayer.random("cpu", BF16, (6,), 16, 40, 4)
     other = replace(layer, packed_masks=layout(layer.packed_masks))
     found, expected = (training.ForwardTrain(one.call)(one.given) for one in (other, layer))
     assert all(map(torch.equal, found, expected))
+
+
+# --- Experts ---------------------------------------------------------------------------------------------------------
+
+
+def products_of_experts(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    """`grouped_mm` in float32, as a loop. Rows that `grouped_mm` does not write are NaN."""
+    a, b, rows = a.float(), b.float(), list(pairwise([0, *offs.tolist()]))
+    if b.dim() == 2:
+        return torch.stack([a[:, start:end] @ b[start:end] for start, end in rows])
+    out = torch.full((a.shape[0], b.shape[2]), float("nan"))
+    for matrix, (start, end) in zip(b, rows, strict=True):
+        out[start:end] = a[start:end] @ matrix
+    return out
+
+
+@pytest.fixture
+def plain_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces `grouped_mm` and the Triton kernels by loops."""
+    monkeypatch.setattr(experts_training, "product", lambda a, b, offs: products_of_experts(a, b, offs).to(a.dtype))
+    monkeypatch.setattr(
+        experts_training, "_wide_product", lambda x, weight, offs: products_of_experts(x, weight.transpose(1, 2), offs)
+    )
+
+
+def run_experts(layer: TrainingLayer, needs: Sequence[bool] = (True,) * 4) -> dict[str, Tensor]:
+    return take_step(layer, experts_training.library_forward, experts_training.backward, needs)
+
+
+@pytest.mark.parametrize(
+    ("n_masks", "density", "sizes", "mask_weights_dtype", "logits_dtype", "activation"),
+    family(
+        [1, 8, 4, 2, 16],
+        [0.5, 0.25, 0.9],
+        [([40, 0, 17, 39], 0, 136, 200), ([31, 33, 0], 5, 72, 104), ([64], 0, 50, 77)],
+        [None, BF16, F32],
+        [BF16, F32],
+        ["silu", "relu"],
+        most=2,
+        one_in=3,
+    ),
+)
+@pytest.mark.usefixtures("plain_products")
+def test_errors_of_experts_are_close_to_the_naive_loops(
+    n_masks, density, sizes, mask_weights_dtype, logits_dtype, activation
+):
+    """Covers sizes that are multiples of a vector, rows without an expert, and sizes that need padding."""
+    torch.manual_seed(0)
+    loads, unowned, d, h = sizes
+    layer = TrainingLayer.of_experts(
+        "cpu", BF16, loads, d, h, n_masks, unowned=unowned, density=density, mask_weights_dtype=mask_weights_dtype,
+        logits_dtype=logits_dtype, activation=activation,
+    )  # fmt: skip
+    found = run_experts(layer)
+    assert_as_good_as_naive(found, layer, 2.5 if density == 0.9 else 1.5)
+
+
+@pytest.mark.usefixtures("plain_products")
+def test_ends_that_are_not_valid_count_as_the_nearest_valid_ones() -> None:
+    layer = TrainingLayer.of_experts("cpu", BF16, [20, 0, 12], 16, 24, 2)
+    expected = run_experts(layer)
+    layer.offs = torch.tensor([20, 7, 99], dtype=torch.int32)
+    for name, tensor in run_experts(layer).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("needed", sample(range(4), 4))
+@pytest.mark.usefixtures("plain_products")
+def test_a_step_of_experts_computes_only_what_is_needed(needed: int) -> None:
+    layer = TrainingLayer.of_experts("cpu", BF16, [20, 12], 16, 24, 2, mask_weights_dtype=F32)
+    every = run_experts(layer)
+    needs = [i == needed for i in range(4)]
+    for name, tensor in run_experts(layer, needs).items():
+        assert torch.equal(tensor, every[name])

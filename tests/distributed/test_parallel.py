@@ -11,17 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sharded_training
-import tensor_parallel
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
 from torch import nn
 
 from benchmarks import pages
 from benchmarks.records import read, read_table
 from mglu_ops.nn import MGLU
 from mglu_ops.parallel import shard_placement_fn
+from tests.support.ranks import run_on_ranks, sharded_training, tensor_parallel
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 

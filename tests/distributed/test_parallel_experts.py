@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import expert_parallel
 import pytest
-import tensor_parallel
-import token_exchange
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
+
+from tests.support.ranks import expert_parallel, run_on_ranks, tensor_parallel, token_exchange
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import RANKS, run_on_ranks
 from torch import nn
 
 from mglu_ops.nn import MGLU, MGLUFeedForward
+from tests.support.ranks import RANKS, run_on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 

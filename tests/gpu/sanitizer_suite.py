@@ -20,18 +20,13 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
-from backend_calls import launch_of, run_on
-from budgets import assert_matches
-from expert_layers import down_oracle, make_down, make_experts, sorted_rows
-from stored_weights import stored_layer
 from torch import Tensor
-from training_checks import Layer, take_step
 
 from mglu_ops import dispatch
-from mglu_ops.backends import BACKENDS, reference
+from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig
 from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels import backward_gemm
@@ -39,6 +34,11 @@ from mglu_ops.backends.cuda.kernels.experts import choose as choose_experts
 from mglu_ops.call import Call
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS
 from mglu_ops.masks import pack
+from tests.support import reference
+from tests.support.budgets import assert_matches
+from tests.support.calls import launch_of, run_on
+from tests.support.layers import down_oracle, make_down, make_layer, stored_layer
+from tests.support.training_steps import TrainingLayer, take_step
 
 Shape = tuple[int, int, int, int]
 
@@ -93,31 +93,32 @@ def run_stored(activation_format: str, weight_format: str, shape: Shape, kernels
     return True
 
 
-EXPERTS = (
-    # Tokens, top_k, experts, in_features, out_features and n_masks. With few tokens, blocks find their items
-    # themselves. With many tokens, they read a table of items.
-    *((tokens, 2, 3, 264, 130, 4) for tokens in (1, 5, 40)),
-    *((tokens, 2, 3, 41, 33, 3) for tokens in (1, 5, 40)),
+EXPERTS: tuple[Shape, ...] = (
+    # With few tokens, blocks find their items themselves. With many tokens, they read a table of items.
+    *((tokens, 130, 264, 4) for tokens in (1, 5, 40)),
+    *((tokens, 33, 41, 3) for tokens in (1, 5, 40)),
 )
 
 
-def run_experts(sizes: tuple[int, ...], kernels: Sequence[str]) -> bool:
-    """Like `run`, for experts: one call with ids, and one with rows sorted by expert."""
-    layer = make_experts(*sizes, routing="some out of range", dtype=torch.bfloat16)
-    rows, pairs = sorted_rows(layer)
-    for given, expected in ((layer.given, layer.oracle()), (rows, layer.oracle().flatten(0, 1)[pairs])):
-        on_gpu = given._replace(**{name: tensor.cuda() for name, tensor in given.tensors().items()})
-        launch = choose_experts(Call.of(on_gpu), gpu_of(0))
+def run_experts(sizes: Shape, kernels: Sequence[str]) -> bool:
+    """Like `run`, for three experts: one call with ids, and one with rows sorted by expert."""
+    tokens, d, h, n_masks = sizes
+    options = {"experts": 3, "loads": "some out of range", "dtype": torch.bfloat16}
+    for routing in ("ids", "offs"):
+        layer = make_layer((tokens,), h, d, n_masks, routing=routing, **options)
+        given = layer.to("cuda").given
+        launch = choose_experts(Call.of(given), gpu_of(0))
         if kernels and launch.config.kernel not in kernels:
             return False
-        found = dispatch.forward(on_gpu, backend="cuda")
-        assert_matches(found.cpu(), expected, torch.bfloat16, f"{launch} {sizes}")
+        found = dispatch.forward(given, backend="cuda")
+        assert_matches(found.cpu(), layer.oracle(), torch.bfloat16, f"{launch} {sizes}")
     return True
 
 
 def run_down(weight_format: str, tokens: int, in_features: int = 288) -> None:
     """Run a call of `experts_down`, and check its result."""
-    layer = make_experts(tokens, 2, 3, 130, in_features, 1, routing="some out of range", dtype=torch.bfloat16)
+    options = {"experts": 3, "loads": "some out of range", "dtype": torch.bfloat16}
+    layer = make_layer((tokens,), 130, in_features, 1, routing="ids", **options)
     given = make_down(layer, weight_format)
     on_gpu = given._replace(**{name: tensor.cuda() for name, tensor in given.tensors().items()})
     found = dispatch.down(None, on_gpu, backend="cuda")
@@ -183,7 +184,7 @@ def run_training(cases: Sequence[tuple[torch.dtype, Shape]]) -> None:
 def run_step(dtype: torch.dtype, shape: Shape, mask_weights_dtype: torch.dtype | None) -> None:
     """Run forward and backward of one layer, and check the result and all gradients."""
     tokens, *sizes = shape
-    layer = Layer.random("cpu", dtype, (tokens,), *sizes, mask_weights_dtype=mask_weights_dtype)
+    layer = TrainingLayer.random("cpu", dtype, (tokens,), *sizes, mask_weights_dtype=mask_weights_dtype)
     exact = layer.in_plain_torch(torch.float64)
     tensors = {name: value.cuda() for name, value in vars(layer).items() if isinstance(value, Tensor)}
     layer, cuda = replace(layer, **tensors), BACKENDS["cuda"]

@@ -6,9 +6,6 @@ import math
 
 import pytest
 import torch
-from budgets import BUDGET, NAIVE_FACTOR, relative_error
-from memory_layouts import rows_apart, transposed
-from stored_weights import naive_error, stored_layer
 from torch import Tensor
 
 import mglu_ops
@@ -17,6 +14,8 @@ from mglu_ops.backends.cuda import DecodeMma, LaunchConfig, Plain, TileWgmma
 from mglu_ops.call import Call
 from mglu_ops.formats import ACTIVATION_FORMATS, quantize_activation, round_activation
 from mglu_ops.given import Given
+from tests.support.budgets import BUDGET, NAIVE_FACTOR, relative_error
+from tests.support.layers import naive_error, rows_apart, stored_layer, transposed
 
 pytestmark = [
     pytest.mark.gpu,

@@ -7,10 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backend_calls import run_on
-from budgets import assert_matches
-from cuda_problem import Problem
-from stored_weights import stored_layer
 from torch import Tensor
 
 import mglu_ops
@@ -19,6 +15,9 @@ from mglu_ops.backends.cuda.choice import without_tables
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
+from tests.support.budgets import assert_matches
+from tests.support.calls import Problem, run_on
+from tests.support.layers import stored_layer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,7 +38,7 @@ def assert_rows_agree(p: Problem, x: Tensor) -> None:
     """Compare the bits of a batch with smaller batches: its first rows, its last rows, and one row from the middle."""
 
     def run(rows: Tensor) -> Tensor:
-        return torch.ops.mglu.forward(rows, p.weight, p.packed, p.activation)
+        return torch.ops.mglu.forward(rows, p.weight, p.packed_masks, p.activation)
 
     everyone = run(x)
     p.x = x
@@ -58,7 +57,7 @@ def test_rows_of_any_batch(shape: tuple[int, int], n_masks: int, dtype: torch.dt
     p = Problem(200, *shape, n_masks, dtype)
     fast = "tile_wgmma" if torch.cuda.get_device_capability() == (9, 0) else "decode_mma"
     aligned = shape[1] // 8 * n_masks % 4 == 0
-    assert mglu_ops.explain_dispatch(p.x, p.weight, p.packed).kernel == (fast if aligned else "plain")
+    assert mglu_ops.explain_dispatch(p.x, p.weight, p.packed_masks).kernel == (fast if aligned else "plain")
     assert_rows_agree(p, p.x)
 
 
@@ -82,7 +81,7 @@ def test_rows_of_weights_in_fewer_bits(name: str) -> None:
 )
 def test_rows_of_small_and_odd_layers(dtype: torch.dtype, shape: tuple[int, int], kernel: str, n_masks: int) -> None:
     p = Problem(200, *shape, n_masks, dtype)
-    assert mglu_ops.explain_dispatch(p.x, p.weight, p.packed).kernel == kernel
+    assert mglu_ops.explain_dispatch(p.x, p.weight, p.packed_masks).kernel == kernel
     assert_rows_agree(p, p.x)
 
 
@@ -96,17 +95,17 @@ def test_rows_on_other_gpus(n_masks: int) -> None:
             call = Call.contiguous(p.x.device, torch.bfloat16, n_masks, tokens, 528, 2048)
             config = without_tables(replace(call, batch_invariant=True), KNOWN_GPUS[arch])
             assert config.kernel == "decode_mma"
-            result = run_on("cuda", p.x[:tokens], p.weight, p.packed, "silu", None, launch=config)
+            result = run_on("cuda", p.x[:tokens], p.weight, p.packed_masks, "silu", None, launch=config)
             everyone = result if everyone is None else everyone
             assert torch.equal(result, everyone[:tokens]), (arch, tokens)
 
 
 def test_the_mode_changes_repeated_calls() -> None:
     p = Problem(1, 8192, 4096, 16, torch.float16)
-    in_mode = torch.ops.mglu.forward(p.x, p.weight, p.packed)
+    in_mode = torch.ops.mglu.forward(p.x, p.weight, p.packed_masks)
     with mglu_ops.set_batch_invariant_mode(False):
-        outside = torch.ops.mglu.forward(p.x, p.weight, p.packed)
+        outside = torch.ops.mglu.forward(p.x, p.weight, p.packed_masks)
     assert not torch.equal(in_mode, outside)  # outside the mode, sums have another order
-    assert torch.equal(torch.ops.mglu.forward(p.x, p.weight, p.packed), in_mode)
+    assert torch.equal(torch.ops.mglu.forward(p.x, p.weight, p.packed_masks), in_mode)
     for result in (in_mode, outside):
         assert_matches(result, p.oracle(), torch.float16)

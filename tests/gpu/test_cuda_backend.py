@@ -8,17 +8,15 @@ from functools import partial
 
 import pytest
 import torch
-from backend_calls import launch_of, unsupported
-from budgets import BUDGET, assert_matches, relative_error
-from cuda_problem import Problem
-from memory_layouts import mask_major, rows_apart, spaced, transposed, unaligned
-from stored_weights import every_stored_value, stored_layer
 from torch import Tensor
 
 from mglu_ops import dispatch
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig, Plain, TileWgmma
 from mglu_ops.formats import FORMATS
+from tests.support.budgets import BUDGET, assert_matches, relative_error
+from tests.support.calls import Problem, launch_of, unsupported
+from tests.support.layers import every_stored_value, mask_major, rows_apart, spaced, stored_layer, transposed, unaligned
 
 pytestmark = pytest.mark.gpu
 
@@ -188,7 +186,7 @@ def test_strides_and_offsets(tokens: int, dtype: torch.dtype) -> None:
     layouts: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
         "x": (unaligned, partial(unaligned, offset=3), spaced, partial(rows_apart, distance=1), transposed),
         "weight": (unaligned, spaced, rows_apart, partial(rows_apart, distance=3), transposed),
-        "packed": (unaligned, partial(unaligned, offset=4), spaced, mask_major),
+        "packed_masks": (unaligned, partial(unaligned, offset=4), spaced, mask_major),
     }
     for name, changes in layouts.items():
         tensor = getattr(p, name)
@@ -224,13 +222,13 @@ def test_a_row_does_not_depend_on_the_others(n_masks: int) -> None:
         assert torch.equal(p.run(), everyone[:tokens])
 
 
-@pytest.mark.parametrize("last", ["x", "weight", "packed"])
+@pytest.mark.parametrize("last", ["x", "weight", "packed_masks"])
 @pytest.mark.parametrize("tokens", [1, 40, 300])
 def test_follows_the_producer_of_its_inputs(tokens: int, last: str) -> None:
     """The kernel may start while earlier kernels still write its inputs, and must not read the old values."""
     p = Problem(tokens, 4096, 4096, 4)
     expected = p.run()
-    kept = {name: getattr(p, name).clone() for name in ("x", "weight", "packed")}
+    kept = {name: getattr(p, name).clone() for name in ("x", "weight", "packed_masks")}
     kept[last] = kept.pop(last)
     for _ in range(50):
         for name in kept:
@@ -281,9 +279,9 @@ def test_override(config: LaunchConfig, n_masks: int) -> None:
 
 def test_unsupported() -> None:
     p = Problem(1, 32, 64, 2)
-    assert unsupported("cuda", p.x.cpu(), p.weight, p.packed, "silu", None)
-    assert unsupported("cuda", p.x.double(), p.weight.double(), p.packed, "silu", None)
-    assert unsupported("cuda", p.x, p.weight, p.packed, "softplus", None)
+    assert unsupported("cuda", p.x.cpu(), p.weight, p.packed_masks, "silu", None)
+    assert unsupported("cuda", p.x.double(), p.weight.double(), p.packed_masks, "silu", None)
+    assert unsupported("cuda", p.x, p.weight, p.packed_masks, "softplus", None)
 
 
 def test_many_tokens_run_on_the_backend_if_it_is_named() -> None:

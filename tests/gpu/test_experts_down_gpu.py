@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from budgets import assert_matches
-from memory_layouts import bands_of, between
 from torch import Tensor
 
 import mglu_ops
@@ -20,6 +18,8 @@ from mglu_ops.backends.cuda.kernels.experts_down import ExpertsDown
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
 from mglu_ops.given import DownGiven
+from tests.support.budgets import assert_matches
+from tests.support.layers import bands_of, between, down_oracle
 
 pytestmark = pytest.mark.gpu
 
@@ -54,16 +54,6 @@ def run(given: DownGiven, launch: ExpertsDown | None = None) -> Tensor:
     return torch.ops.mglu.experts_down(*given)
 
 
-def oracle(given: DownGiven) -> Tensor:
-    y, weight, ids, expert_weights, scale, weight_format = given
-    result = torch.zeros(len(y), weight.shape[1], dtype=torch.float64, device=y.device)
-    for expert, stored in enumerate(weight):
-        decoded = FORMATS[weight_format].dequantize(stored, None if scale is None else scale[expert], torch.float64)
-        tokens, k = (ids == expert).nonzero(as_tuple=True)
-        result.index_add_(0, tokens, expert_weights[tokens, k, None].double() * (y[tokens, k].double() @ decoded.t()))
-    return result
-
-
 SIZES = {
     "one token": (1, 8, 16, 2048, 768),
     "one token, few rows": (1, 3, 4, 16, 416),
@@ -83,7 +73,7 @@ SIZES = {
 def test_every_format(sizes: tuple[int, ...], weight_format: str, dtype: torch.dtype) -> None:
     given = problem(*sizes, dtype=dtype, weight_format=weight_format)
     got = run(given)
-    assert_matches(got, oracle(given))
+    assert_matches(got, down_oracle(given))
     assert torch.equal(got, run(given))
 
 
@@ -93,7 +83,7 @@ def test_every_format(sizes: tuple[int, ...], weight_format: str, dtype: torch.d
 def test_dtypes_of_the_router(weights_dtype: torch.dtype, index_dtype: torch.dtype, tokens: int) -> None:
     given = problem(tokens, 4, 6, 64, 256, index_dtype=index_dtype)
     given = given._replace(expert_weights=given.expert_weights.to(weights_dtype))
-    assert_matches(run(given), oracle(given))
+    assert_matches(run(given), down_oracle(given))
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 33, 250])
@@ -102,7 +92,7 @@ def test_loads_of_experts(tokens: int) -> None:
     given = problem(tokens, 4, 64, 96, 384)._replace(y=torch.randn(tokens, 4, 384, device="cuda").bfloat16())
     for expert in (0, 63):
         one = given._replace(expert_ids=torch.full_like(given.expert_ids, expert))
-        assert_matches(run(one), oracle(one))
+        assert_matches(run(one), down_oracle(one))
     none = given._replace(expert_ids=torch.full_like(given.expert_ids, -1))
     assert not run(none).any()
 
@@ -137,7 +127,7 @@ def test_divided_units(parts: int, weight_format: str) -> None:
         for block_tokens in (chosen.block_tokens, 8):
             launch = replace(chosen, parts=parts, block_tokens=block_tokens)
             got = run(given, launch)
-            assert_matches(got, oracle(given))
+            assert_matches(got, down_oracle(given))
             assert torch.equal(got, run(given, launch))
 
 
@@ -160,7 +150,7 @@ def test_every_stored_value(weight_format: str, tokens: int) -> None:
     stored[0, :, 5] = torch.arange(256)
     weight = stored.view(given.weight.dtype).cuda()
     given = given._replace(weight=weight, y=torch.ones_like(given.y), expert_ids=torch.zeros_like(given.expert_ids))
-    torch.testing.assert_close(run(given).double(), oracle(given), rtol=1e-3, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(run(given).double(), down_oracle(given), rtol=1e-3, atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("tokens", [1, 12, 130, 600])
@@ -174,7 +164,7 @@ def test_graph_replay_with_other_ids(tokens: int) -> None:
         given.expert_ids.random_(-1, 17)
         given.y.normal_()
         graph.replay()
-        assert_matches(got, oracle(given))
+        assert_matches(got, down_oracle(given))
 
 
 @pytest.mark.parametrize("last", ["y", "weight", "expert_ids", "expert_weights"])
@@ -224,7 +214,7 @@ def test_many_experts_and_rows() -> None:
     """Ids of many experts and rows take shared memory, which leaves room for fewer pipeline stages."""
     for tokens, top_k, experts in ((64, 8, 512), (1500, 8, 256)):
         given = problem(tokens, top_k, experts, 64, 128)
-        assert_matches(run(given), oracle(given))
+        assert_matches(run(given), down_oracle(given))
 
 
 def test_calls_without_kernels() -> None:

@@ -6,11 +6,11 @@ import copy
 
 import pytest
 import torch
-from budgets import assert_matches
-from gpu_calls import without_waiting
 from torch import Tensor
 
 from mglu_ops.nn import MGLUExperts, MGLUExpertsFeedForward, NaiveMGLUExperts, freeze, quantize
+from tests.support.budgets import assert_matches
+from tests.support.calls import without_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 
@@ -68,8 +68,19 @@ def test_training_under_autocast(dtype: torch.dtype) -> None:
     with torch.autocast("cuda", dtype):
         layer(x, ids).sum().backward()
     assert layer.mask_logits.grad.isfinite().all()
-    with pytest.raises(NotImplementedError, match=r"x: got torch\.float64 on cuda:0, .* no backend runs 'train'"):
-        layer.double()(x.double(), ids)
+
+
+def test_training_in_float64_waits_for_the_gpu() -> None:
+    layer = MGLUExperts(8, 256, 128, n_masks=2, device="cuda", dtype=torch.float64)
+    x, ids = torch.randn(30, 256, device="cuda", dtype=torch.float64), torch.randint(9, (30, 3), device="cuda")
+    exact = copy.deepcopy(layer).cpu()
+    expected = exact(x.cpu(), ids.cpu())
+    expected.square().sum().backward()
+    found = layer(x, ids)
+    found.square().sum().backward()
+    torch.testing.assert_close(found.cpu(), expected)
+    for one, other in zip(layer.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.cpu(), other.grad)
 
 
 def test_a_compiled_layer_trains_as_the_eager_one_and_waits_for_nothing() -> None:

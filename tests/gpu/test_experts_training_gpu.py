@@ -7,20 +7,25 @@ from itertools import pairwise
 
 import pytest
 import torch
-from budgets import NAIVE_FACTOR, relative_error
-from expert_training import ExpertLayer, assert_as_good_as_naive
-from memory_layouts import rows_apart, transposed, unaligned
 from torch import Tensor
 
 from mglu_ops import dispatch
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda import experts_training
 from mglu_ops.backends.triton import experts as triton_experts
+from tests.support.budgets import NAIVE_FACTOR, relative_error
+from tests.support.layers import rows_apart, transposed, unaligned
+from tests.support.training_steps import (
+    TrainingLayer,
+    assert_as_good_as_naive,
+    by_operator,
+    gradients_by_operator,
+    take_step,
+)
 
 pytestmark = pytest.mark.gpu
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-mglu = torch.ops.mglu
 every_dtype = pytest.mark.parametrize("dtype", [BF16, F16, F32])
 
 
@@ -45,10 +50,6 @@ def dtype_of_products(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     return F32 if request.param == "tf32" else getattr(torch, request.param.split()[0])
 
 
-def step(layer: ExpertLayer, needs: tuple[bool, ...] = (True,) * 4) -> dict[str, Tensor]:
-    return layer.step(mglu.grouped_forward_train, mglu.grouped_backward, needs)
-
-
 @pytest.mark.parametrize(
     ("loads", "unowned", "d", "h"),
     [
@@ -68,36 +69,36 @@ def step(layer: ExpertLayer, needs: tuple[bool, ...] = (True,) * 4) -> dict[str,
 def test_errors_are_close_to_the_naive_loops(
     loads, unowned, d, h, n_masks, density, mask_weights_dtype, logits_dtype, dtype_of_products
 ):
-    layer = ExpertLayer.random(
+    layer = TrainingLayer.of_experts(
         "cuda", dtype_of_products, loads, d, h, n_masks, unowned=unowned, density=density,
         mask_weights_dtype=mask_weights_dtype, logits_dtype=logits_dtype,
     )  # fmt: skip
-    found = step(layer)
+    found = take_step(layer)
     assert_as_good_as_naive({"y": found["y"]}, layer, NAIVE_FACTOR)
     is_even = 0.25 <= density <= 0.75 and layer.x.dtype is not F32
     assert_as_good_as_naive(found, layer, NAIVE_FACTOR if is_even else 2.5)
-    again = step(layer)
+    again = take_step(layer)
     assert all(torch.equal(found[name], again[name]) for name in found)
 
 
 @every_dtype
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation: str, dtype: torch.dtype) -> None:
-    layer = ExpertLayer.random("cuda", dtype, [100, 28], 64, 128, 2, activation=activation)
-    assert_as_good_as_naive(step(layer), layer, NAIVE_FACTOR)
+    layer = TrainingLayer.of_experts("cuda", dtype, [100, 28], 64, 128, 2, activation=activation)
+    assert_as_good_as_naive(take_step(layer), layer, NAIVE_FACTOR)
 
 
 @every_dtype
 def test_any_layout_and_any_need(dtype: torch.dtype) -> None:
-    layer = ExpertLayer.random("cuda", dtype, [100, 28], 64, 128, 2, mask_weights_dtype=F32)
-    expected = step(layer)
+    layer = TrainingLayer.of_experts("cuda", dtype, [100, 28], 64, 128, 2, mask_weights_dtype=F32)
+    expected = take_step(layer)
     layer.x, layer.grad_output = rows_apart(layer.x), unaligned(layer.grad_output)
     layer.weight = torch.stack([transposed(one) for one in layer.weight]).transpose(1, 2).contiguous().transpose(1, 2)
     layer.packed_masks = layer.packed_masks.transpose(0, 1).contiguous().transpose(0, 1)
-    for name, tensor in step(layer).items():
+    for name, tensor in take_step(layer).items():
         assert torch.equal(tensor, expected[name]), name
     for needed in range(4):
-        for name, tensor in step(layer, tuple(i == needed for i in range(4))).items():
+        for name, tensor in take_step(layer, needs=tuple(i == needed for i in range(4))).items():
             assert torch.equal(tensor, expected[name]), name
 
 
@@ -105,7 +106,7 @@ def test_any_layout_and_any_need(dtype: torch.dtype) -> None:
 def test_a_graph_serves_other_loads(dtype: torch.dtype) -> None:
     """A captured step is replayed with the tensors and loads of other layers, and must give their gradients."""
     layers = [
-        ExpertLayer.random("cuda", dtype, loads, 72, 128, 3, unowned=300 - sum(loads))
+        TrainingLayer.of_experts("cuda", dtype, loads, 72, 128, 3, unowned=300 - sum(loads))
         for loads in ([100, 0, 60], [0, 0, 0], [300, 0, 0], [1, 150, 149])
     ]
     torch.cuda.set_sync_debug_mode("error")
@@ -124,10 +125,10 @@ def test_a_graph_serves_other_loads(dtype: torch.dtype) -> None:
             assert torch.equal(found[name], tensor), name
 
 
-def _plain_step(layer: ExpertLayer) -> dict[str, Tensor]:
-    operands = layer.x, layer.weight, layer.packed_masks, layer.offs
-    y, partials = mglu.grouped_forward_train(*operands, layer.activation)
-    grads = mglu.grouped_backward(layer.grad_output, *operands, partials, (True, True), layer.logits.dtype, None)
+def _plain_step(layer: TrainingLayer) -> dict[str, Tensor]:
+    """A step without checks, which would wait for the GPU."""
+    y, partials = by_operator(layer.given)
+    grads = gradients_by_operator(layer.backward_arguments(partials))
     return {"y": y, **dict(zip(("x", "weight", "logits"), grads[:3], strict=True))}
 
 
@@ -136,7 +137,7 @@ def test_wide_products(dtype: torch.dtype) -> None:
     from mglu_ops.backends.triton.grouped import grouped_products, products_over_rows
 
     for loads, d, h in (([140, 0, 1, 517], 296, 520), ([0, 0], 8, 8), ([2000], 256, 2048), ([5] * 200, 24, 64)):
-        layer = ExpertLayer.random("cuda", dtype, loads, d, h, 1)
+        layer = TrainingLayer.of_experts("cuda", dtype, loads, d, h, 1)
         x, grad, weight, offs = layer.x, layer.grad_output, layer.weight, layer.offs
         forward, back, grad_weight = (torch.full_like(t, float("nan"), dtype=F32) for t in (grad, x, weight))
         grouped_products(x, weight.mT, offs, forward)

@@ -11,14 +11,18 @@ import math
 
 import pytest
 import torch
-from backend_calls import run_on, unsupported
 from hypothesis import given
 from hypothesis import strategies as st
-from not_finite import assert_right_or_not_finite
-from outliers import assert_loses_no_more_than_naive, outlier_layers, slack_of_differences
-from strategies import examples
 
 from mglu_ops.backends.cuda import Plain
+from tests.support.calls import run_on, unsupported
+from tests.support.hard_values import (
+    assert_loses_no_more_than_naive,
+    assert_right_or_not_finite,
+    outlier_layers,
+    slack_of_differences,
+)
+from tests.support.layers import examples
 
 pytestmark = pytest.mark.gpu
 

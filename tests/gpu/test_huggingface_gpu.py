@@ -8,8 +8,9 @@ import pytest
 import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed on every machine with a GPU")
-from hf_models import BY_NAME, TOKENS, frozen, mglus, tiny, tiny_swiglu
 from transformers import CompileConfig
+
+from tests.support.hf_models import BY_NAME, TOKENS, frozen, mglus, tiny, tiny_swiglu
 
 pytestmark = pytest.mark.gpu
 

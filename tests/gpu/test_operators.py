@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from budgets import BUDGET, assert_matches, relative_error
 from torch import Tensor
 
 import mglu_ops
 from mglu_ops import dispatch
-from mglu_ops.backends import reference
 from mglu_ops.given import Given
+from tests.support import reference
+from tests.support.budgets import BUDGET, assert_matches, relative_error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 

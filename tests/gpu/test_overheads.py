@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_calls import without_waiting
 
 import mglu_ops  # noqa: F401 (registers the operators)
+from tests.support.calls import without_waiting
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 

@@ -9,10 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from expert_layers import make_down, make_experts, sorted_rows
-from library_fixtures import run
-from small_packages import write_small_package
-from stored_weights import StoredLayers
 from torch import Tensor, nn
 
 import mglu_ops
@@ -21,6 +17,8 @@ from mglu_ops.nn import MGLU, NaiveMGLU
 from mglu_ops.packaging.library import build_targets
 from mglu_ops.packaging.package import LayerInfo
 from mglu_ops.packaging.tensor_file import write_tensor
+from tests.support.layers import StoredLayers, make_down, make_layer
+from tests.support.packaging import run, write_small_package
 
 pytestmark = [pytest.mark.gpu]
 
@@ -186,7 +184,8 @@ class Mixture(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        down = make_down(layer := make_experts(experts=8, in_features=256, out_features=128, dtype=torch.bfloat16))
+        layer = make_layer((6,), 256, 128, routing="ids", experts=8, dtype=torch.bfloat16)
+        down = make_down(layer)
         self.register_buffer("weight", layer.given.weight)
         self.register_buffer("packed_masks", layer.given.packed_masks)
         self.register_buffer("down", down.weight)
@@ -203,10 +202,10 @@ def expert_calls() -> tuple[list[Call], list[LayerInfo]]:
     layers: dict[LayerInfo, None] = {}
     for form in FORMS:
         for tokens in EXPERT_TOKENS:
-            sizes = {"in_features": 256, "out_features": 128, **form}
-            layer = make_experts(tokens, 2, 8, routing="some out of range", **sizes)
+            options = {"in_features": 256, "out_features": 128, "loads": "some out of range", **form}
+            layer = make_layer((tokens,), routing="ids", experts=8, **options)
             x, weight, masks, *rest, ids, _ = map(on_gpu, layer.given)
-            sorted_x, _, _, *sorted_rest, _, offs = map(on_gpu, sorted_rows(layer)[0])
+            sorted_x, _, _, *sorted_rest, _, offs = map(on_gpu, layer.sorted_by_expert()[0].given)
             calls += [
                 ("experts_forward", (x, weight, masks, ids, *rest)),
                 ("grouped_forward", (sorted_x, weight, masks, offs, *sorted_rest)),

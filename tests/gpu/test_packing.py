@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from memory_layouts import rows_apart, unaligned
 from torch import Tensor
 
 from mglu_ops.backends import BACKENDS
+from tests.support.layers import rows_apart, unaligned
 
 pytestmark = pytest.mark.gpu
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import data_parallel
-import expert_parallel
 import pytest
-import sharded_training
-import tensor_parallel
-import token_exchange
 import torch
 import torch.distributed as dist
-from ranks import run_on_ranks
+
+from tests.support.ranks import (
+    data_parallel,
+    expert_parallel,
+    run_on_ranks,
+    sharded_training,
+    tensor_parallel,
+    token_exchange,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -70,7 +73,7 @@ def test_a_checkpoint_of_experts_goes_from_two_gpus_to_one_and_back(tmp_path: Pa
 
 def test_transformers_divide_rows_or_experts_of_a_mixture(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed on every machine with a GPU")
-    import hf_parallel
+    from tests.support.ranks import hf_parallel
 
     hf_parallel.save_mixture(tmp_path)
     run_on_ranks(hf_parallel.check_mixture, tmp_path, "cuda", tmp_path, backend="nccl")

@@ -11,10 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from backend_calls import launch_of, run_on
-from budgets import assert_matches
-from cuda_problem import Problem
-from memory_layouts import bands_of, between
 from torch import Tensor
 
 from mglu_ops import dispatch
@@ -25,6 +21,9 @@ from mglu_ops.backends.cuda.device import gpu_of
 from mglu_ops.backends.cuda.kernels import base, permute_x
 from mglu_ops.backends.cuda.kernels import pack as packing
 from mglu_ops.backends.cuda.launch import load, load_kernel, parameters
+from tests.support.budgets import assert_matches
+from tests.support.calls import Problem, launch_of, run_on
+from tests.support.layers import bands_of, between
 
 pytestmark = pytest.mark.gpu
 
@@ -54,7 +53,11 @@ def test_guard_bands(tokens: int, dtype: torch.dtype, shape: tuple[int, int], n_
     p = Problem(tokens, *shape, n_masks, dtype, mask_weights_dtype=torch.float32)
     assert p.mask_weights is not None
     expected = p.run()
-    p.x, p.weight, p.packed = between(p.x, float("nan")), between(p.weight, float("nan")), between(p.packed, 255)
+    p.x, p.weight, p.packed_masks = (
+        between(p.x, float("nan")),
+        between(p.weight, float("nan")),
+        between(p.packed_masks, 255),
+    )
     p.mask_weights = between(p.mask_weights, float("nan"))
     prepared = BACKENDS["cuda"].prepare("forward", p.call)
     assert isinstance(prepared, CudaCall)
@@ -149,7 +152,7 @@ def test_streams_and_threads(streams: str) -> None:
             for i in range(100):
                 which = (index + i // 50) % len(problems)
                 p = problems[which]
-                assert torch.equal(torch.ops.mglu.forward(p.x, p.weight, p.packed), expected[which])
+                assert torch.equal(torch.ops.mglu.forward(p.x, p.weight, p.packed_masks), expected[which])
 
     in_threads(work, len(problems))
 
@@ -209,8 +212,8 @@ def test_tensors_on_another_gpu(kernel: str, backend: str) -> None:
     with torch.cuda.device(1):
         p = problem(kernel, 152, 264, 4)
         logits = p.masks.to(p.x.dtype) - 0.5
-    assert torch.equal(torch.ops.mglu.pack_masks(p.masks), p.packed)
-    assert torch.equal(torch.ops.mglu.pack_logits(logits), p.packed)
+    assert torch.equal(torch.ops.mglu.pack_masks(p.masks), p.packed_masks)
+    assert torch.equal(torch.ops.mglu.pack_logits(logits), p.packed_masks)
     result = dispatch.forward(p.given, backend=backend)
     assert torch.cuda.current_device() == 0
     assert result.device == p.x.device == torch.device("cuda", 1)
@@ -236,7 +239,7 @@ def test_threads_on_two_gpus_at_once() -> None:
             for i in range(200):
                 which = (index + i) % len(problems)
                 p = problems[which]
-                assert torch.equal(torch.ops.mglu.forward(p.x, p.weight, p.packed), expected[which])
+                assert torch.equal(torch.ops.mglu.forward(p.x, p.weight, p.packed_masks), expected[which])
 
     in_threads(work, 4)
     for device in (0, 1):

@@ -8,10 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from budgets import NAIVE_FACTOR, assert_matches, relative_error
-from memory_layouts import rows_apart, spaced, unaligned
 from torch import Tensor
-from training_checks import NAMES, Layer, Steps, assert_as_good_as_naive, take_step
 
 from mglu_ops import dispatch
 from mglu_ops.activations import ACTIVATIONS
@@ -22,6 +19,9 @@ from mglu_ops.backends.cuda.kernels import backward_gemm
 from mglu_ops.backends.cuda.kernels import training_steps as steps
 from mglu_ops.backends.parameters import addresses
 from mglu_ops.sizes import round_up
+from tests.support.budgets import NAIVE_FACTOR, assert_matches, relative_error
+from tests.support.layers import rows_apart, spaced, unaligned
+from tests.support.training_steps import NAMES, Steps, TrainingLayer, assert_as_good_as_naive, take_step
 
 pytestmark = pytest.mark.gpu
 
@@ -150,7 +150,7 @@ def gemms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
-def run(layer: Layer, *wanted: str) -> dict[str, Tensor]:
+def run(layer: TrainingLayer, *wanted: str) -> dict[str, Tensor]:
     """The result and the wanted gradients of `forward_ste`, or of `forward` if logits need no gradient."""
     tensors = {name: getattr(layer, name) for name in NAMES}
     leaves = {k: None if t is None else t.detach().requires_grad_(k in wanted) for k, t in tensors.items()}
@@ -163,7 +163,7 @@ def run(layer: Layer, *wanted: str) -> dict[str, Tensor]:
     return {"y": y.detach(), **dict(zip(wanted, grads, strict=True))}
 
 
-def gradients_of(layer: Layer) -> tuple[str, ...]:
+def gradients_of(layer: TrainingLayer) -> tuple[str, ...]:
     return NAMES if layer.mask_weights is not None else NAMES[:3]
 
 
@@ -176,7 +176,7 @@ RAGGED = [(512, 384, 508), (301, 383, 512), (257, 129, 333), (64, 7, 16)]
 @pytest.mark.parametrize("weighted", [False, True])
 @both_halves
 def test_errors_are_close_to_the_naive_layers(dtype: torch.dtype, weighted: bool, n_masks: int, density: float) -> None:
-    layer = Layer.random(
+    layer = TrainingLayer.random(
         "cuda", dtype, (512,), 384, 512, n_masks, density=density, mask_weights_dtype=dtype if weighted else None
     )
     assert BACKENDS["cuda"].reason("train", layer.call) is None
@@ -190,7 +190,7 @@ def test_errors_are_close_to_the_naive_layers(dtype: torch.dtype, weighted: bool
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 def test_errors_in_float32_are_close_to_the_naive_layers(density, n_masks, precision, monkeypatch):
     monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", precision)
-    layer = Layer.random("cuda", F32, (512,), 1024, 512, n_masks, density=density)
+    layer = TrainingLayer.random("cuda", F32, (512,), 1024, 512, n_masks, density=density)
     found = run(layer, *NAMES[:3])
     assert_as_good_as_naive({"y": found.pop("y")}, layer, 1.5)
     assert_as_good_as_naive(found, layer, 1.5 if 0.2 < density < 0.8 else 2.5)
@@ -200,7 +200,7 @@ def test_errors_in_float32_are_close_to_the_naive_layers(density, n_masks, preci
 @pytest.mark.parametrize("n_masks", [1, 4])
 @pytest.mark.parametrize("dtype", [F16, BF16, F32, F64])
 def test_errors_are_within_the_budget(dtype: torch.dtype, n_masks: int) -> None:
-    layer = Layer.random("cuda", dtype, (7, 9), 160, 200, n_masks, mask_weights_dtype=dtype, activation="gelu")
+    layer = TrainingLayer.random("cuda", dtype, (7, 9), 160, 200, n_masks, mask_weights_dtype=dtype, activation="gelu")
     found, exact = run(layer, *NAMES), layer.in_plain_torch(F64)
     for name in NAMES:
         assert_matches(found[name], exact[name], dtype, name)
@@ -221,7 +221,7 @@ def test_errors_are_within_the_budget(dtype: torch.dtype, n_masks: int) -> None:
 )
 @both_halves
 def test_errors_of_activations_and_sizes(dtype, tokens, d, h, n_masks, activation):
-    layer = Layer.random("cuda", dtype, tokens, d, h, n_masks, mask_weights_dtype=F32, activation=activation)
+    layer = TrainingLayer.random("cuda", dtype, tokens, d, h, n_masks, mask_weights_dtype=F32, activation=activation)
     assert d < 2048 or len(training.feature_chunks(4096, n_masks, d, h, training.BACKWARD_CHUNKS)) > 1
     assert_as_good_as_naive(run(layer, *NAMES), layer, 1.5)
 
@@ -231,7 +231,7 @@ def test_errors_of_activations_and_sizes(dtype, tokens, d, h, n_masks, activatio
 @both_halves
 def test_sizes_of_zero_and_one(dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     tokens, d, h = sizes
-    layer = Layer.random("cuda", dtype, (tokens,), d, h, 3, mask_weights_dtype=F32)
+    layer = TrainingLayer.random("cuda", dtype, (tokens,), d, h, 3, mask_weights_dtype=F32)
     exact = layer.in_plain_torch(F64)
     for name, found in run(layer, *NAMES).items():
         torch.testing.assert_close(found.double(), exact[name], rtol=0.02, atol=0.02, msg=name)
@@ -240,7 +240,7 @@ def test_sizes_of_zero_and_one(dtype: torch.dtype, sizes: tuple[int, int, int]) 
 @pytest.mark.parametrize("logits_dtype", [F16, BF16, F32, F64])
 @pytest.mark.parametrize("mask_weights_dtype", [F16, F32, F64])
 def test_dtypes_of_logits_and_mask_weights(mask_weights_dtype: torch.dtype, logits_dtype: torch.dtype) -> None:
-    layer = Layer.random(
+    layer = TrainingLayer.random(
         "cuda", BF16, (256,), 128, 192, 3, logits_dtype=logits_dtype, mask_weights_dtype=mask_weights_dtype
     )
     found = run(layer, *NAMES)
@@ -254,7 +254,7 @@ SUBSETS = [subset for size in range(1, 5) for subset in itertools.combinations(N
 
 @pytest.mark.parametrize("wanted", SUBSETS, ids="-".join)
 def test_each_subset_of_gradients_has_the_bits_of_all(wanted: tuple[str, ...]) -> None:
-    layer = Layer.random("cuda", BF16, (7, 9), 136, 200, 3, mask_weights_dtype=F32)
+    layer = TrainingLayer.random("cuda", BF16, (7, 9), 136, 200, 3, mask_weights_dtype=F32)
     whole, found = run(layer, *NAMES), run(layer, *wanted)
     for name, tensor in found.items():
         # Fewer gradients may need GEMMs of other sizes, which may sum in another order.
@@ -262,7 +262,7 @@ def test_each_subset_of_gradients_has_the_bits_of_all(wanted: tuple[str, ...]) -
 
 
 def test_gradients_that_are_not_needed_are_empty_tensors() -> None:
-    layer, cuda = Layer.random("cuda", BF16, (33,), 64, 72, 2), BACKENDS["cuda"]
+    layer, cuda = TrainingLayer.random("cuda", BF16, (33,), 64, 72, 2), BACKENDS["cuda"]
     forward = cuda.prepare("train", layer.call)
     with torch.no_grad():
         for needs in itertools.product([True, False], repeat=3):
@@ -273,7 +273,7 @@ def test_gradients_that_are_not_needed_are_empty_tensors() -> None:
 @pytest.mark.usefixtures("gemms")
 @both_halves
 def test_bits_repeat(dtype: torch.dtype) -> None:
-    layer = Layer.random("cuda", dtype, (4096,), 2048, 1024, 4, mask_weights_dtype=F32)
+    layer = TrainingLayer.random("cuda", dtype, (4096,), 2048, 1024, 4, mask_weights_dtype=F32)
     first = run(layer, *NAMES)
     for _ in range(3):
         again = run(layer, *NAMES)
@@ -288,7 +288,7 @@ LAYOUTS = (unaligned, rows_apart, lambda tensor: rows_apart(tensor, 3), lambda t
 @pytest.mark.parametrize("name", ["x", "weight", "logits", "mask_weights", "grad_output"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_each_tensor(layout: Callable[[Tensor], Tensor], name: str, d: int) -> None:
-    layer = Layer.random("cuda", BF16, (130,), d, 264, 3, mask_weights_dtype=F32)
+    layer = TrainingLayer.random("cuda", BF16, (130,), d, 264, 3, mask_weights_dtype=F32)
     expected = run(layer, *NAMES)
     setattr(layer, name, layout(getattr(layer, name)))
     for gradient, found in run(layer, *NAMES).items():
@@ -297,7 +297,7 @@ def test_layouts_of_each_tensor(layout: Callable[[Tensor], Tensor], name: str, d
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, spaced])
 def test_layouts_of_packed_masks(layout: Callable[[Tensor], Tensor]) -> None:
-    layer = Layer.random("cuda", BF16, (130,), 256, 264, 4)
+    layer = TrainingLayer.random("cuda", BF16, (130,), 256, 264, 4)
     other = replace(layer, packed_masks=layout(layer.packed_masks))
     with torch.no_grad():
         results = [BACKENDS["cuda"].prepare("train", one.call)(one.given) for one in (layer, other)]
@@ -308,7 +308,7 @@ def test_layouts_of_packed_masks(layout: Callable[[Tensor], Tensor]) -> None:
 @pytest.mark.usefixtures("gemms")
 def test_expanded_gradients() -> None:
     """grad_output may be one number (after `sum()`) or one row (after a sum over tokens), expanded to all elements."""
-    layer = Layer.random("cuda", BF16, (4, 33), 136, 200, 3, mask_weights_dtype=F32)
+    layer = TrainingLayer.random("cuda", BF16, (4, 33), 136, 200, 3, mask_weights_dtype=F32)
     for grad in (torch.ones((), device="cuda", dtype=BF16), normal(136), normal(33, 136), normal(4, 1, 1)):
         layer.grad_output = grad.expand(4, 33, 136)
         found = run(layer, *NAMES)
@@ -319,7 +319,7 @@ def test_expanded_gradients() -> None:
 def test_scratch_memory_of_backward(logits_dtype: torch.dtype, gemms: str) -> None:
     """Our kernels need scratch memory only for flipped weights. torch's GEMMs need it for a fifth of all features."""
     tokens, d, h, n_masks = 8192, 8192, 1024, 4
-    layer = Layer.random("cuda", BF16, (tokens,), d, h, n_masks, logits_dtype=logits_dtype)
+    layer = TrainingLayer.random("cuda", BF16, (tokens,), d, h, n_masks, logits_dtype=logits_dtype)
     with torch.no_grad():
         _, partials = training.ForwardTrain(layer.call)(layer.given)
         torch.cuda.synchronize()
@@ -336,7 +336,7 @@ def test_scratch_memory_of_backward(logits_dtype: torch.dtype, gemms: str) -> No
 
 
 def test_on_a_stream_of_its_own() -> None:
-    layer = Layer.random("cuda", BF16, (300,), 256, 512, 3)
+    layer = TrainingLayer.random("cuda", BF16, (300,), 256, 512, 3)
     layer.x = 2 * layer.x
     expected = run(layer, *NAMES[:3])
     layer.x = layer.x / 2
@@ -352,7 +352,7 @@ def test_on_a_stream_of_its_own() -> None:
 
 
 def test_in_a_cuda_graph() -> None:
-    layer = Layer.random("cuda", BF16, (300,), 256, 512, 3, mask_weights_dtype=F32)
+    layer = TrainingLayer.random("cuda", BF16, (300,), 256, 512, 3, mask_weights_dtype=F32)
     forward, backward = training.ForwardTrain(layer.call), training.Backward(layer.call)
 
     def step() -> list[Tensor]:
@@ -373,7 +373,7 @@ def test_in_a_cuda_graph() -> None:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 def test_tensors_on_another_gpu() -> None:
-    layer = Layer.random("cuda:1", BF16, (300,), 256, 512, 3, mask_weights_dtype=F32)
+    layer = TrainingLayer.random("cuda:1", BF16, (300,), 256, 512, 3, mask_weights_dtype=F32)
     found = run(layer, *NAMES)
     assert torch.cuda.current_device() == 0
     assert all(tensor.device == layer.x.device for tensor in found.values())
@@ -387,5 +387,5 @@ def test_calls_of_other_dtypes_run_on_the_composite_backend() -> None:
         (F32, None, False),
         (BF16, F64, False),
     ):
-        layer = Layer.random("cuda", dtype, (5,), 16, 24, 2, mask_weights_dtype=mask_weights_dtype)
+        layer = TrainingLayer.random("cuda", dtype, (5,), 16, 24, 2, mask_weights_dtype=mask_weights_dtype)
         assert (BACKENDS["cuda"].reason("train", layer.call) is None) == can

@@ -9,20 +9,34 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import BUDGET, relative_error
-from data_parallel import check_data_parallel
-from gpu_calls import without_waiting
-from ranks import GPU_BACKENDS, run_on_ranks
+import torch.distributed as dist
+import torch.multiprocessing
 from torch import Tensor, nn
-from training import Run, assert_as_good_as_naive, assert_same_training, student, train
 
 import mglu_ops
 from mglu_ops.nn import MGLU, NaiveMGLU, SwiMGLU, flip_ratio, gate_ratio, mask_agreement
+from tests.support.budgets import BUDGET, relative_error
+from tests.support.calls import without_waiting
+from tests.support.modules import Run, assert_as_good_as_naive, assert_same_training, student, train
+from tests.support.ranks import RANKS, run_on_ranks
+from tests.support.ranks.data_parallel import check_data_parallel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_float32")]
 
 WIDE, TOKENS = 256, 512
 """Sizes for which the 16-bit kernels run: rows are whole 16-byte vectors, and there are several tiles."""
+
+
+GPU_BACKENDS = [
+    pytest.param(
+        "nccl",
+        marks=pytest.mark.skipif(
+            torch.cuda.device_count() < RANKS or not dist.is_nccl_available(), reason="needs two CUDA GPUs and NCCL"
+        ),
+    ),
+    "gloo",
+]
+"""Backends for ranks with tensors on GPUs. With NCCL, each rank needs its own GPU. With gloo, all ranks share one."""
 
 
 @pytest.fixture(autouse=True)

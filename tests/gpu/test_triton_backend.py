@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backend_calls import run_on
-from budgets import NAIVE_FACTOR, assert_matches, relative_error
-from memory_layouts import rows_apart, transposed
-from stored_weights import every_stored_value, stored_layer
-from strategies import naive
 from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
-from mglu_ops.backends import reference
 from mglu_ops.backends import triton as backend
 from mglu_ops.given import Given
 from mglu_ops.masks import pack
+from tests.support import reference
+from tests.support.budgets import NAIVE_FACTOR, assert_matches, relative_error
+from tests.support.calls import run_on
+from tests.support.layers import every_stored_value, naive, rows_apart, stored_layer, transposed
 
 NO_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not backend.is_installed(), reason="triton is not installed")]

@@ -19,7 +19,8 @@ import torch
 pytest.importorskip("vllm", reason="vLLM is not installed on every machine with a GPU")
 pytest.importorskip("mglu_ops.transformers")
 from transformers import AutoConfig, AutoModelForCausalLM
-from vllm_engines import (
+
+from tests.support.vllm_engines import (
     BY_EXPERTS,
     TRANSFORMERS_BACKEND,
     TWO_RANKS,

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import TOKENS, logits, mglus, tiny, tiny_swiglu
 from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import mglu_ops.transformers as mt
 from mglu_ops.nn import MGLUExpertsFeedForward
 from mglu_ops.nn.masked_linear import packed_logits
+from tests.support.hf_models import TOKENS, logits, mglus, tiny, tiny_swiglu
 
 
 def adapted(model: Any) -> Any:

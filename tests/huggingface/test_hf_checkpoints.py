@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from families import family
-from hf_models import BY_NAME, frozen, loaded_from_disk, logits, mglus, rewrite, tiny, tiny_swiglu
-from processes import snippets
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM
 
 import mglu_ops
 import mglu_ops.transformers as mt
+from tests.support.commands import snippets
+from tests.support.families import family
+from tests.support.hf_models import BY_NAME, frozen, loaded_from_disk, logits, mglus, rewrite, tiny, tiny_swiglu
 
 EACH = pytest.mark.parametrize("name", BY_NAME)
 FORMS = pytest.mark.parametrize("learnable", [True, False], ids=["logits", "packed"])

@@ -9,7 +9,6 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from hf_models import BY_NAME, MIXTURES, SIZES, TOKENS, logits, mglus, tiny, tiny_swiglu
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
@@ -17,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClas
 import mglu_ops
 from mglu_ops.nn.conversion import WEIGHTS
 from mglu_ops.transformers import MGLUTrainer, from_swiglu
+from tests.support.hf_models import BY_NAME, MIXTURES, SIZES, TOKENS, logits, mglus, tiny, tiny_swiglu
 
 EACH = pytest.mark.parametrize("name", BY_NAME)
 

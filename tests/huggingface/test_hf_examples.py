@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import BY_NAME, MIXTURES, logits, mglus
-from processes import snippets
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Olmo2ForCausalLM, pipeline
 
 import mglu_ops.transformers as mt
 from mglu_ops.transformers.configuration import ACTIVATIONS, MGLUBalanceConfigMixin
+from tests.support.commands import snippets
+from tests.support.hf_models import BY_NAME, MIXTURES, logits, mglus
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import BY_NAME, MIXTURES, SIZES, TOKENS, frozen, logits, mglus, sizes_of, tiny, tiny_swiglu
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, LlamaConfig
 from transformers.activations import ACT2FN
@@ -21,6 +20,7 @@ import mglu_ops.transformers as mt
 from mglu_ops.activations import get_activation
 from mglu_ops.nn import NaiveMGLU, NaiveMGLUExperts, check_masks
 from mglu_ops.transformers.configuration import ACTIVATIONS
+from tests.support.hf_models import BY_NAME, MIXTURES, SIZES, TOKENS, frozen, logits, mglus, sizes_of, tiny, tiny_swiglu
 
 EACH = pytest.mark.parametrize("name", BY_NAME)
 

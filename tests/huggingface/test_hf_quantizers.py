@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import family
-from hf_models import BY_NAME, frozen, loaded_from_disk, logits, mglus, rewrite, tiny
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.quantizers import HfQuantizer
@@ -20,6 +18,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 import mglu_ops
 from mglu_ops.formats import FORMATS
 from mglu_ops.transformers import MGLUQuantizationConfig
+from tests.support.families import family
+from tests.support.hf_models import BY_NAME, frozen, loaded_from_disk, logits, mglus, rewrite, tiny
 
 STORED = [name for name, one in FORMATS.items() if not one.is_dense]
 KEY = "layers.1.mlp.mglu"

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import hf_parallel
 import pytest
 import safetensors.torch
 import torch
-from hf_models import logits, mglus, tiny
-from hf_parallel import SIZES, load
-from ranks import run_on_ranks
-from tensor_parallel import whole
 from transformers import AutoModelForCausalLM
 
 import mglu_ops
 import mglu_ops.transformers as mt
+from tests.support.hf_models import logits, mglus, tiny
+from tests.support.ranks import hf_parallel, run_on_ranks
+from tests.support.ranks.hf_parallel import SIZES, load
+from tests.support.ranks.tensor_parallel import whole
 
 
 def check(rank: int, folder: Path) -> None:

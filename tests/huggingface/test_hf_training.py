@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import BY_NAME, MIXTURES, TOKENS, VOCABULARY, mglus, tiny
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import mglu_ops.transformers as mt
 from mglu_ops.transformers import load_balancing_loss
+from tests.support.hf_models import BY_NAME, MIXTURES, TOKENS, VOCABULARY, mglus, tiny
 
 
 def examples(number: int = 8) -> list[dict[str, Tensor]]:

@@ -17,7 +17,7 @@ from benchmarks.learning.recipe import SIZES, Recipe
 from benchmarks.records import read_table
 from mglu_ops.nn import MGLU
 
-pytest_plugins = ["learning_fixtures"]
+pytest_plugins = ["tests.support.learning"]
 pytestmark = pytest.mark.usefixtures("tiny")
 
 

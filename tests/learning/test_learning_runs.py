@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 from filelock import FileLock
-from learning_fixtures import rows_of, tiny_run
 
 from benchmarks.learning import cost, experiments, formats, gather, train, training
 from benchmarks.learning.recipe import Recipe
 from benchmarks.records import read_table, write_table
 from mglu_ops.formats import FORMATS
+from tests.support.learning import rows_of, tiny_run
 
-pytest_plugins = ["learning_fixtures"]
+pytest_plugins = ["tests.support.learning"]
 pytestmark = pytest.mark.usefixtures("tiny")
 
 

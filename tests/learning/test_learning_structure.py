@@ -8,14 +8,14 @@ from itertools import product
 import pytest
 import torch
 import torch.nn.functional as F
-from learning_fixtures import VOCABULARY, rows_of, tiny_run
 
 from benchmarks.learning import experiments, schedule, train, training
 from benchmarks.learning.recipe import Recipe
 from benchmarks.learning.structure import PrunedGLU, StructuredMGLU, two_of_four
 from mglu_ops.nn import MGLU
+from tests.support.learning import VOCABULARY, rows_of, tiny_run
 
-pytest_plugins = ["learning_fixtures"]
+pytest_plugins = ["tests.support.learning"]
 pytestmark = pytest.mark.usefixtures("tiny")
 
 STRUCTURED = [

@@ -15,7 +15,7 @@ from benchmarks.learning.recipe import Recipe
 from benchmarks.records import read_table, write_table
 from mglu_ops.__main__ import main
 
-pytest_plugins = ["learning_fixtures"]
+pytest_plugins = ["tests.support.learning"]
 
 
 def finished(folder: Path, one: Recipe, loss: float, name: str = "python", **last: object) -> None:

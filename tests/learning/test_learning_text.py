@@ -5,11 +5,11 @@ from __future__ import annotations
 import gzip
 
 import pytest
-from learning_fixtures import VOCABULARY
 
 from benchmarks.learning import corpus
+from tests.support.learning import VOCABULARY
 
-pytest_plugins = ["learning_fixtures"]
+pytest_plugins = ["tests.support.learning"]
 
 
 def test_documents_are_text_without_duplicates(folder):

@@ -12,8 +12,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.nn.functional as F
-from families import quick_only_for, sample
-from learning_fixtures import VOCABULARY, rows_of, tiny_run
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.learning import masks, schedule, train, training
@@ -21,8 +19,10 @@ from benchmarks.learning.mixture import BALANCE, Mixture
 from benchmarks.learning.recipe import Recipe
 from benchmarks.records import read_table
 from mglu_ops.nn import MGLU
+from tests.support.families import quick_only_for, sample
+from tests.support.learning import VOCABULARY, rows_of, tiny_run
 
-pytest_plugins = ["learning_fixtures"]
+pytest_plugins = ["tests.support.learning"]
 pytestmark = pytest.mark.usefixtures("tiny")
 
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import assert_matches
-from families import quick_only_for
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.nn import MGLU, GeMGLU, MGLUFeedForward, NaiveMGLU, ReMGLU, SwiMGLU, freeze
+from tests.support.budgets import assert_matches
+from tests.support.families import quick_only_for
 
 mglu, aten = torch.ops.mglu, torch.ops.aten
 each_kind_of_masks = pytest.mark.parametrize(

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import assert_matches
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import mglu_ops
 from mglu_ops.nn import MGLUFeedForward
 from mglu_ops.nn.conversion import WEIGHTS, from_swiglu
+from tests.support.budgets import assert_matches
 
 H, D = 20, 44
 Act = Callable[[Tensor], Tensor]

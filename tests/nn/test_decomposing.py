@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import assert_matches
 from torch import nn
 
 from mglu_ops.nn import MGLU, SwiMGLU, decompose, freeze
+from tests.support.budgets import assert_matches
 
 
 def exported(model: nn.Module, x: torch.Tensor) -> Any:

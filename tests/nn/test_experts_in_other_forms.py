@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import assert_matches
-from expert_modules import KINDS, each_kind, layer_of, learned_or_fixed, pair, results, saved_and_loaded
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
@@ -28,8 +28,17 @@ from mglu_ops.nn import (
     quantize,
 )
 from mglu_ops.parallel import ColwiseMGLU, shard_placement_fn
+from tests.support.budgets import assert_matches
+from tests.support.modules import KINDS, each_kind, layer_of, learned_or_fixed, pair, results
 
 STORED = [name for name in FORMATS if name != "dense"]
+
+
+def saved_and_loaded(value: Any, **options: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **options)
 
 
 # --- Freezing and quantizing ------------------------------------------------------------------------------------------

@@ -9,12 +9,12 @@ import warnings
 import pytest
 import safetensors.torch
 import torch
-from budgets import assert_matches
-from strategies import DTYPES
 from torch import Tensor, nn
 from torch.nn.utils import parametrize, prune
 
 from mglu_ops.nn import GLU, MGLU, NaiveMGLU, SwiMGLU, freeze
+from tests.support.budgets import assert_matches
+from tests.support.layers import DTYPES
 
 MASKED = [MGLU, NaiveMGLU]
 each_kind = pytest.mark.parametrize("kind", MASKED)

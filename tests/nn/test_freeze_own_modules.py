@@ -8,11 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import assert_matches
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from mglu_ops.nn import GLU, MGLU, NaiveMGLU, SwiMGLU, freeze
+from tests.support.budgets import assert_matches
 
 D, H = 12, 21
 X = torch.randn(3, H)

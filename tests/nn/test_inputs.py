@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import assert_matches
 from torch import nn
 from torch.nn.utils import parametrize
 
@@ -24,6 +23,7 @@ from mglu_ops.nn import (
     freeze,
     quantize,
 )
+from tests.support.budgets import assert_matches
 
 LAYERS: dict[str, Callable[..., nn.Module]] = {
     "learned": lambda **options: MGLU(16, 8, n_masks=2, **options),

@@ -5,32 +5,26 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import NAIVE_FACTOR, assert_matches, relative_error
-from families import family
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import ACTIVATION_NAMES, DTYPES, examples
 from torch import Tensor, nn
 
-from mglu_ops.backends import reference
 from mglu_ops.masks import check_packed_masks
 from mglu_ops.nn import GLU, LU, MGLU, GeMGLU, MGLUFeedForward, NaiveMGLU, ReMGLU, SwiMGLU
+from tests.support import modules, reference
+from tests.support.budgets import NAIVE_FACTOR, assert_matches, relative_error
+from tests.support.families import family
+from tests.support.layers import ACTIVATION_NAMES, DTYPES, examples
+from tests.support.modules import learned_or_fixed, results
 
 MASKED = [MGLU, NaiveMGLU]
 each_kind = pytest.mark.parametrize("kind", MASKED)
-learned_or_fixed = pytest.mark.parametrize("learnable_masks", [True, False], ids=["learned", "fixed"])
-
-
-def pair(*args, seed: int = 0, **kwargs) -> tuple[MGLU, NaiveMGLU]:
-    """An MGLU and a NaiveMGLU with the same parameters, drawn from one seed."""
-    torch.manual_seed(seed)
-    fused = MGLU(*args, **kwargs)
-    torch.manual_seed(seed)
-    return fused, NaiveMGLU(*args, **kwargs)
+pair = partial(modules.pair, kinds=MASKED)
 
 
 def oracle(layer: MGLU | NaiveMGLU, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
@@ -50,15 +44,7 @@ def oracle(layer: MGLU | NaiveMGLU, x: Tensor, grad: Tensor) -> dict[str, Tensor
         mask_weights = logits.masked_fill(logits < kth, -torch.inf).softmax(-1)
     result = reference.forward(x, weight, masks, layer.activation, mask_weights)
     grads = torch.autograd.grad(result, list(wanted.values()), grad.double())
-    return {"result": result.detach()} | dict(zip(wanted, grads, strict=True))
-
-
-def results(layer: nn.Module, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    x = x.detach().clone().requires_grad_()
-    result = layer(x)
-    named = dict(layer.named_parameters())
-    grads = torch.autograd.grad(result, [x, *named.values()], grad)
-    return {"result": result.detach(), "x": grads[0]} | dict(zip(named, grads[1:], strict=True))
+    return {"y": result.detach()} | dict(zip(wanted, grads, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -78,8 +64,8 @@ def test_results_and_gradients_match_the_oracle(dtype, learnable_masks, n_masks,
         assert_matches(got_naive[name], expected[name], dtype, f"naive {name}")
     if dtype.itemsize == 2:
         # Tests of the operators do this for float32. In float64, the oracle's errors are as large as the layer's.
-        naive_error = relative_error(got_naive["result"], expected["result"])
-        assert relative_error(got["result"], expected["result"]) <= NAIVE_FACTOR * naive_error
+        naive_error = relative_error(got_naive["y"], expected["y"])
+        assert relative_error(got["y"], expected["y"]) <= NAIVE_FACTOR * naive_error
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -181,7 +167,7 @@ def test_modules_compile_as_one_graph(kind, learnable_masks, top_k):
     for name, want in expected.items():
         assert_matches(got[name if name in got else f"_orig_mod.{name}"], want, what=name)
     with torch.no_grad():
-        assert_matches(compiled(x), expected["result"])
+        assert_matches(compiled(x), expected["y"])
 
 
 def test_a_block_compiles_with_inductor():
@@ -195,7 +181,7 @@ def test_a_block_compiles_with_inductor():
 def test_autocast_gives_bfloat16_results_and_float32_gradients(learnable_masks, top_k):
     fused, naive = pair(33, 16, n_masks=3, learnable_masks=learnable_masks, top_k=top_k)
     x = torch.randn(7, 33)
-    exact = oracle(fused, x, torch.ones(7, 16))["result"]
+    exact = oracle(fused, x, torch.ones(7, 16))["y"]
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got, got_naive = fused(x), naive(x)
     assert got.dtype is got_naive.dtype is torch.bfloat16

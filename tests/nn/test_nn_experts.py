@@ -7,12 +7,8 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import NAIVE_FACTOR, assert_matches, relative_error
-from expert_modules import KINDS, each_kind, layer_of, learned_or_fixed, pair, results
-from families import family
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import ACTIVATION_NAMES, examples
 
 from mglu_ops.formats import FORMATS
 from mglu_ops.nn import (
@@ -25,6 +21,10 @@ from mglu_ops.nn import (
     parameter_groups,
     quantize,
 )
+from tests.support.budgets import NAIVE_FACTOR, assert_matches, relative_error
+from tests.support.families import family
+from tests.support.layers import ACTIVATION_NAMES, examples
+from tests.support.modules import KINDS, each_kind, layer_of, learned_or_fixed, pair, results
 
 F64 = torch.float64
 

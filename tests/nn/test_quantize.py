@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from budgets import assert_matches
 from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision, _setup_mixed_precision_params
 from torch.nn.utils import parametrize
@@ -29,6 +28,7 @@ from mglu_ops.nn import (
     freeze,
     quantize,
 )
+from tests.support.budgets import assert_matches
 
 STORED = [name for name in FORMATS if name != "dense"]
 each_format = pytest.mark.parametrize("weight_format", STORED)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import assert_matches
 from torch import nn
 
 from mglu_ops.nn import MGLU, SwiMGLU, freeze, quantize
+from tests.support.budgets import assert_matches
 
 torchao = pytest.importorskip("torchao.quantization", reason="the tests do not depend on torchao")
 workflows = pytest.importorskip("torchao.quantization.quantize_.workflows")

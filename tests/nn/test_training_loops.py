@@ -7,9 +7,12 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import assert_matches
 from torch import Tensor, nn
-from training import (
+
+import mglu_ops
+from mglu_ops.nn import MGLU, NaiveMGLU
+from tests.support.budgets import assert_matches
+from tests.support.modules import (
     Run,
     assert_as_good_as_naive,
     assert_learned,
@@ -19,9 +22,6 @@ from training import (
     student,
     train,
 )
-
-import mglu_ops
-from mglu_ops.nn import MGLU, NaiveMGLU
 
 
 @cache

@@ -7,13 +7,13 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from families import family
 from torch import Tensor, nn
 
 import mglu_ops
 from compile_passes.explain import explain
 from mglu_ops import activations
 from mglu_ops.nn import GLU, LU, MGLU, NaiveMGLU, SwiMGLU
+from tests.support.families import family
 
 F64 = torch.float64
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "relu_squared": lambda gate: F.relu(gate) ** 2}

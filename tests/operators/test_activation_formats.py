@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from budgets import BUDGET, NAIVE_FACTOR, relative_error
 from hypothesis import example, given
 from hypothesis import strategies as st
-from stored_weights import forward, naive_error, stored_layer
-from strategies import examples, laid_out
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -22,6 +18,8 @@ from mglu_ops.backends.base import Prepared
 from mglu_ops.call import Call
 from mglu_ops.formats import quantize_activation, round_activation
 from mglu_ops.given import Given
+from tests.support.budgets import NAIVE_FACTOR, relative_error
+from tests.support.layers import examples, forward, laid_out, naive_error, stored_layer
 
 FP8 = torch.float8_e4m3fn
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -137,24 +135,6 @@ def test_rounding_is_the_same_compiled_and_under_transforms(dtype: torch.dtype, 
 # --- The operator -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weight_format", ["fp8_row", "fp8_block"])
-@given(
-    # With fewer features, cancellation may leave a result as small as its rounding errors.
-    sizes=st.tuples(st.integers(0, 40), st.integers(64, 300), st.integers(0, 600)),
-    n_masks=st.integers(1, 16),
-    dtype=st.sampled_from(DTYPES),
-    backend=st.sampled_from([None, "cpu", "composite"]),
-)
-@examples(25)
-def test_results_match_the_oracle_of_the_rounded_values(
-    weight_format: str, sizes: tuple[int, int, int], n_masks: int, dtype: torch.dtype, backend: str | None
-) -> None:
-    arguments, expected = make(weight_format, dtype, sizes, n_masks)
-    found = forward(*arguments) if backend is None else dispatch.forward(arguments, backend=backend)
-    assert found.dtype == dtype
-    assert relative_error(found, expected) < BUDGET[dtype]
-
-
 @each_dtype
 @pytest.mark.parametrize("n_masks", [1, 4])
 def test_errors_equal_a_naive_layers_in_fp8(dtype: torch.dtype, n_masks: int) -> None:
@@ -187,48 +167,6 @@ def test_a_token_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
         found = forward(*arguments._replace(x=x))
         assert torch.equal(found[::4], expected[::4])
         assert bool(found[1:4].isnan().all()) == (not math.isfinite(value))
-
-
-def refused(**changes: Any) -> Given:
-    return make()[0]._replace(**changes)
-
-
-INT8, NIBBLES = (stored_layer(name, torch.float32, 3, 4, 8, 2)[0] for name in ("int8_row", "int4_group"))
-DENSE = Given(torch.ones(1, 8), torch.ones(1, 8), torch.ones(1, 1, 1, dtype=torch.uint8))
-GRADIENT = (
-    r"{}: got a tensor that requires a gradient, must be called under torch\.no_grad\(\) or detached, because "
-    "activation_format='fp8_token' is for inference"
-)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (refused(activation_format="fp8"), ValueError, "activation_format: got 'fp8', must be one of dense, fp8_token"),
-        *(
-            (
-                one._replace(activation_format="fp8_token"),
-                ValueError,
-                f"activation_format: got 'fp8_token', must be dense for weight_format='{one.weight_format}'",
-            )
-            for one in (DENSE, INT8, NIBBLES)
-        ),
-        (refused(x=torch.ones(5, 264).double()), TypeError, r"x: got dtype torch\.float64, must be float16"),
-        (refused(x=torch.ones(5, 264, requires_grad=True)), ValueError, GRADIENT.format("x")),
-        (refused(mask_weights=torch.ones(5, 2, requires_grad=True)), ValueError, GRADIENT.format("mask_weights")),
-    ],
-)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_wrong_arguments_are_named(arguments: Given, error: type[Exception], message: str, device: str) -> None:
-    moved = {
-        name: tensor.detach().to(device).requires_grad_(tensor.requires_grad)
-        for name, tensor in arguments.tensors().items()
-    }
-    with pytest.raises(error, match=message):
-        forward(*arguments._replace(**moved))
-    if "gradient" in message:
-        with torch.no_grad():
-            assert forward(*arguments._replace(**moved)).shape == (5, 130)
 
 
 @pytest.mark.parametrize("weight_format", ["fp8_row", "fp8_block"])

@@ -13,8 +13,9 @@ from mglu_ops import dispatch
 from mglu_ops.backends import Backend
 from mglu_ops.backends.base import Prepared, Reason
 from mglu_ops.backends.composite import Composite
-from mglu_ops.call import Call, Layout
+from mglu_ops.call import Call, Layout, metadata_key
 from mglu_ops.given import BackwardGiven, Given
+from tests.support.layers import make_layer
 
 
 def call(tokens: int = 3) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -136,3 +137,16 @@ def test_an_alignment_holds_for_every_expert() -> None:
     assert numbers.data_ptr() % 16 == 0
     for experts, stride, alignment in ((3, 36, 8), (1, 36, 16), (3, 40, 16), (3, 0, 16), (3, 33, 2)):
         assert Layout.of_every_expert(numbers.as_strided((experts, 4, 8), (stride, 8, 1))).alignment == alignment
+
+
+@pytest.mark.parametrize("name", ["x", "weight", "packed_masks"])
+def test_layouts_with_other_distances_between_rows_have_other_keys(name: str) -> None:
+    """The layouts have one storage, one offset and one shape, but a prepared call fits only one."""
+    given = make_layer((5,), 24, 10, 3).given
+    shape, strides = getattr(given, name).shape, getattr(given, name).stride()
+    storage = torch.zeros(3 * shape.numel(), dtype=getattr(given, name).dtype)
+    keys = {
+        metadata_key(given._replace(**{name: storage.as_strided(shape, (more * strides[0], *strides[1:]))}))
+        for more in (1, 2, 3)
+    }
+    assert len(keys) == 3

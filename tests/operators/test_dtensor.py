@@ -14,10 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from expert_layers import make_experts
-from ranks import RANKS, run_on_ranks
-from stored_weights import forward, stored_layer
-from strategies import make_layer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -27,6 +23,8 @@ import mglu_ops
 from mglu_ops import ops
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS
 from mglu_ops.nn import MGLU, NaiveMGLU
+from tests.support.layers import forward, make_layer, stored_layer
+from tests.support.ranks import RANKS, run_on_ranks
 
 pytestmark = pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo")
 
@@ -252,7 +250,7 @@ def _check_experts(ranks: Ranks, op: Any, given: dict[str, Tensor], ways: dict[s
 def _experts(ranks: Ranks) -> None:
     """Layers of experts, sharded by rows, tokens or experts. A weight that is sharded by experts is gathered."""
     mglu, sum_of_ranks = torch.ops.mglu, Partial()
-    layer = make_experts(weighted=True, dtype=torch.float64, routing="some out of range")
+    layer = make_layer((6,), routing="ids", weighted=True, dtype=torch.float64, loads="some out of range")
     x, weight, packed_masks, _, mask_weights, *_, expert_ids, _ = layer.given
     assert mask_weights is not None
     assert expert_ids is not None
@@ -291,7 +289,8 @@ def _experts(ranks: Ranks) -> None:
 def _stored_experts(ranks: Ranks) -> None:
     """Quantized experts and their scales, sharded by rows, in formats in which no two rows share a scale."""
     for name in ("int8_row", "int4_group"):  # gloo cannot scatter fp8
-        x, weight, packed_masks, _, _, scale, *_, expert_ids, _ = make_experts(weight_format=name).given
+        layer = make_layer((6,), routing="ids", weight_format=name)
+        x, weight, packed_masks, _, _, scale, *_, expert_ids, _ = layer.given
         given = {"x": x, "weight": weight, "packed_masks": packed_masks, "expert_ids": expert_ids}
         ways = {"rows": (dict.fromkeys(("weight", "packed_masks", "weight_scale"), Shard(1)), Shard(2), {})}
         _check_experts(

@@ -6,12 +6,6 @@ import re
 
 import pytest
 import torch
-from budgets import BUDGET, relative_error
-from families import quick_only_for
-from hypothesis import given
-from hypothesis import strategies as st
-from stored_weights import every_stored_value, forward, stored_layer
-from strategies import examples
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,26 +17,12 @@ from mglu_ops.backends.cuda.compiler import source_directory
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
+from tests.support.families import quick_only_for
+from tests.support.layers import every_stored_value, forward, stored_layer
 
 STORED = [name for name, one in FORMATS.items() if not one.is_dense]
 CHECKS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 every_format = pytest.mark.parametrize("name", STORED)
-
-
-@every_format
-@given(
-    # With fewer features, cancellation may leave a result as small as its rounding errors.
-    sizes=st.tuples(st.integers(0, 40), st.integers(64, 300), st.integers(0, 300).map(lambda half: 2 * half)),
-    n_masks=st.integers(1, 16),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    backend=st.sampled_from([None, "cpu", "composite"]),
-)
-@examples(25)
-def test_results_match_the_oracle_of_the_decoded_weight(name, sizes, n_masks, dtype, backend):
-    """CPU backends decode weights exactly or to float32, so errors stay within the budget of dense weights."""
-    given, expected = stored_layer(name, dtype, *sizes, n_masks)
-    found = forward(*given) if backend is None else dispatch.forward(given, backend=backend)
-    assert relative_error(found, expected) < BUDGET[dtype]
 
 
 @every_format
@@ -114,36 +94,6 @@ BLOCKS, _ = stored_layer("fp8_block", torch.float32, 3, 256, 264, 2)
 NIBBLES, _ = stored_layer("int4_group", torch.float32, 3, 256, 264, 2)
 
 
-@pytest.mark.parametrize(
-    ("given", "changes", "error", "message"),
-    [
-        (LAYER, {"weight_format": "fp7"}, ValueError, r"weight_format: got 'fp7', must be one of dense, fp8_row"),
-        (LAYER, {"weight_format": "dense"}, TypeError, r"weight: got dtype torch\.float8_e4m3fn, must be x's dtype"),
-        (LAYER, {"weight_format": "int8_row"}, TypeError, r"weight: got .*fn, must be torch\.int8 for .*'int8_row'"),
-        (LAYER, {"weight_scale": None}, ValueError, r"weight_scale: got None, must be torch\.float32 \[256\]"),
-        (LAYER, {"weight_scale": torch.ones(256).half()}, TypeError, r"weight_scale: got dtype torch\.float16, must"),
-        (LAYER, {"weight_scale": torch.ones(256, 1)}, ValueError, r"weight_scale: got shape \[256, 1\], must be \[256"),
-        (BLOCKS, {"weight_scale": torch.ones(2, 2)}, ValueError, r"weight_scale: got shape \[2, 2\], must be \[2, 3\]"),
-        (NIBBLES, {"weight": torch.zeros(256, dtype=torch.uint8)}, ValueError, r"must be \[out_features, in_feat"),
-        (NIBBLES, {"x": torch.ones(3, 263)}, ValueError, r"x: got last size 263 .* must be weight's in_features 264"),
-        (
-            LAYER,
-            {"weight": torch.ones(256, 264), "weight_format": "dense"},
-            ValueError,
-            r"weight_scale: got a tensor of shape \[256\], must be None for weight_format='dense'",
-        ),
-    ],
-)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_wrong_arguments_are_named(given, changes, error, message, device):
-    changed = given._replace(**changes)
-    moved = {name: tensor.to(device) for name, tensor in changed.tensors().items()}
-    moved = changed._replace(**moved)
-    for trains in (False, True):  # in training, autograd sees the arguments first
-        with pytest.raises(error, match=message):
-            forward(*moved._replace(x=moved.x.clone().requires_grad_(trains)))
-
-
 @pytest.mark.parametrize("name", quick_only_for(["int4_group"], STORED))
 def test_opcheck(name: str) -> None:
     """fp8 formats skip `test_schema`, which compares arguments before and after a call. torch cannot compare fp8."""
@@ -172,15 +122,6 @@ def test_gradients_of_x_and_of_mask_weights(name: str, dtype: torch.dtype) -> No
     for function in (forward, torch.compile(forward, backend="aot_eager", fullgraph=True)):
         for found, want in zip(gradients(function, *stored), expected, strict=True):
             torch.testing.assert_close(found, want, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-4)
-
-
-def test_a_stored_weight_has_no_gradient() -> None:
-    for name in ("weight", "weight_scale"):
-        wrong = LAYER._replace(**{name: getattr(LAYER, name).clone().requires_grad_()})
-        with pytest.raises(ValueError, match=rf"{name}: got a tensor that requires a gradient.*'fp8_row'"):
-            forward(*wrong)
-        with torch.no_grad():
-            assert torch.equal(forward(*wrong), forward(*LAYER))
 
 
 def test_autocast_casts_x_alone() -> None:

@@ -6,20 +6,28 @@ import itertools
 from collections.abc import Callable
 
 import pytest
-import strategies as s
 import torch
-from budgets import assert_matches
 from hypothesis import assume, given
-from strategies import DTYPES, Layer, make_layer, straight_through
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import grad, jacrev
 from torch.utils.flop_counter import FlopCounterMode
 
-from mglu_ops.backends import reference
+from tests.support import layers as s
+from tests.support import reference
+from tests.support.budgets import assert_matches
+from tests.support.families import family
+from tests.support.layers import DTYPES, LOADS, Layer, make_layer
 
 forward, forward_ste = torch.ops.mglu.forward, torch.ops.mglu.forward_ste
 NAMES = ("x", "weight", "logits", "mask_weights")
+
+
+def straight_through(logits: Tensor, dtype: torch.dtype) -> Tensor:
+    """`logits > 0` in `dtype`, with the gradient of the identity."""
+    hard = (logits > 0).to(dtype)
+    return hard + (logits - logits.detach()).to(dtype)
 
 
 def leaves(layer: Layer, *wanted: str) -> dict[str, Tensor | None]:
@@ -31,21 +39,25 @@ def leaves(layer: Layer, *wanted: str) -> dict[str, Tensor | None]:
     }
 
 
-def run_ste(args: dict[str, Tensor | None], activation: str = "silu") -> Tensor:
-    """The result of `mglu::forward_ste` for the tensors of `leaves`."""
-    return forward_ste(args["x"], args["weight"], args["logits"], activation, args["mask_weights"])[0]
+def run_ste(layer: Layer, args: dict[str, Tensor | None]) -> Tensor:
+    """The result of `forward_ste`, or `grouped_forward_ste`, for a layer with the tensors of `leaves`."""
+    x, weight, logits, mask_weights = args.values()
+    return layer.with_(x=x, weight=weight, mask_weights=mask_weights).result_of("forward_ste", logits)[0]
 
 
 def exact_gradients(layer: Layer, grad_output: Tensor, *wanted: str) -> dict[str, Tensor]:
     """The gradients by autograd through the float64 oracle, with straight-through masks."""
-    args = {
-        name: None if tensor is None else tensor.detach().double().requires_grad_()
-        for name, tensor in leaves(layer).items()
-    }
-    masks = straight_through(args["logits"], torch.float64)
-    result = reference.forward(args["x"], args["weight"], masks, layer.activation, args["mask_weights"])
+    x, weight, logits, mask_weights = (
+        None if tensor is None else tensor.detach().double().requires_grad_() for tensor in leaves(layer).values()
+    )
+    masks = straight_through(logits, torch.float64)
+    exact = layer.with_(x=x, weight=weight, masks=masks, packed_masks=layer.packed_masks, mask_weights=mask_weights)
+    result = exact.in_parts(
+        lambda one: reference.forward(one.x, one.weight, one.masks, one.activation, one.mask_weights), torch.float64
+    )
     result.backward(grad_output.double())
-    return {name: args[name].grad for name in wanted}
+    inputs = {"x": x, "weight": weight, "logits": logits, "mask_weights": mask_weights}
+    return {name: inputs[name].grad for name in wanted}
 
 
 def wanted_of(layer: Layer) -> tuple[str, ...]:
@@ -53,36 +65,60 @@ def wanted_of(layer: Layer) -> tuple[str, ...]:
 
 
 @s.examples(60)
-@given(s.layers(dtype=torch.float64), s.layouts, s.seeds)
-def test_gradients_agree_with_the_straight_through_oracle(layer, layout, seed):
+@given(st.data(), s.layouts, s.seeds)
+def test_gradients_agree_with_the_straight_through_oracle(data, layout, seed):
+    layer = data.draw(s.layers(data.draw(st.sampled_from([None, "offs"])), dtypes=(torch.float64,)))
     # If a row of a mask has no 1, the gate is 0 up to rounding, and relu's derivative there is arbitrary.
     assume(layer.activation != "relu" or bool(layer.masks.any(-1).all()))
     wanted = wanted_of(layer)
     args = leaves(layer, *wanted)
-    result = run_ste(args, layer.activation)
+    result = run_ste(layer, args)
     grad_output = torch.randn(result.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     grad_output = s.laid_out(grad_output, layout)
     result.backward(grad_output)
     for name, exact in exact_gradients(layer, grad_output, *wanted).items():
-        size = 1 + exact.abs().max().item() + (layer.x.norm() * layer.weight.norm()).item()
-        precision = 1e-7 if name == "logits" else 1e-12  # logits and their gradients are float32
+        size = 1 + exact.abs().max().item() if exact.numel() else 1
+        size += (layer.x.nan_to_num().norm() * layer.weight.norm()).item()
+        precision = 1e-12 if args[name].dtype is torch.float64 else 1e-7  # logits can be float32
         torch.testing.assert_close(args[name].grad.double(), exact, rtol=precision, atol=precision * size)
 
 
+@pytest.mark.parametrize("routing", [None, "offs"])
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", s.ACTIVATION_NAMES)
-def test_relative_error_is_within_the_budget(activation, dtype, weighted):
-    layer = make_layer((48,), 96, 40, 4, activation=activation, dtype=dtype, weighted=weighted)
+def test_relative_error_is_within_the_budget(activation, dtype, weighted, routing):
+    options = {"activation": activation, "dtype": dtype, "mask_weights_dtype": dtype if weighted else None}
+    layer = make_layer((48,), 96, 40, 4, routing=routing, top_k=1, experts=2, **options)
     wanted = wanted_of(layer)
     args = leaves(layer, *wanted)
     args["logits"] = layer.logits.to(dtype).requires_grad_()
-    result = run_ste(args, activation)
+    result = run_ste(layer, args)
     grad_output = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
     result.backward(grad_output)
     for name, exact in exact_gradients(layer, grad_output, *wanted).items():
         assert args[name].grad.dtype is args[name].dtype
         assert_matches(args[name].grad, exact, dtype, what=f"gradient of {name}")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "loads", "weighted", "op"), family(DTYPES, LOADS, [False, True], ["forward", "forward_ste"])
+)
+def test_gradients_of_experts_have_the_bits_of_each_experts_layer(dtype, loads, weighted, op):
+    layer = make_layer((9,), routing="offs", loads=loads, dtype=dtype, weighted=weighted, activation="gelu")
+    wanted = wanted_of(layer) if op == "forward_ste" else tuple(name for name in wanted_of(layer) if name != "logits")
+    args = leaves(layer, *wanted)
+    tensors = {name: args[name] for name in ("x", "weight", "mask_weights")}
+    layer = layer.with_(**tensors, masks=args["logits"], packed_masks=layer.packed_masks)
+
+    def result(one: Layer) -> Tensor:
+        return one.result_of("forward_ste", one.masks)[0] if op == "forward_ste" else one.forward()
+
+    found, expected = result(layer), layer.in_parts(result, dtype)
+    assert torch.equal(found, expected)
+    grad = torch.randn(found.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    grads = [torch.autograd.grad(one, [args[name] for name in wanted], grad) for one in (found, expected)]
+    torch.testing.assert_close(*grads, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("logits_dtype", DTYPES)
@@ -121,7 +157,7 @@ def test_each_subset_of_gradients_runs_only_its_gemms(op, wanted):
     if op == "forward":
         result = forward(args["x"], args["weight"], layer.packed_masks, "silu", args["mask_weights"])
     else:
-        result = run_ste(args)
+        result = run_ste(layer, args)
     assert result.requires_grad == bool(wanted)
     assert torch.equal(result.detach(), layer.forward())
     n = len(layer.masks)
@@ -194,7 +230,7 @@ def test_autocast_gives_the_gradients_of_the_naive_layer():
     layer = make_layer((64,), 96, 48, 4, weighted=True)
     fused, plain = leaves(layer, *NAMES), leaves(layer, *NAMES)
     with torch.autocast("cpu", torch.bfloat16):
-        result = run_ste(fused)
+        result = run_ste(layer, fused)
         masks = straight_through(plain["logits"], torch.float32)
         expected = s.naive(plain["x"], plain["weight"], masks, "silu", plain["mask_weights"])
     assert result.dtype is torch.bfloat16
@@ -208,11 +244,14 @@ def test_autocast_gives_the_gradients_of_the_naive_layer():
 
 
 LAYER = make_layer(dtype=torch.float64)
+EXPERTS = make_layer((6,), routing="offs", dtype=torch.float64)
 FUNCTIONS = {
-    "forward": lambda weight: forward(LAYER.x, weight, LAYER.packed_masks),
-    "forward_ste": lambda weight: forward_ste(LAYER.x, weight, LAYER.logits)[0],
+    "forward": (lambda weight: forward(LAYER.x, weight, LAYER.packed_masks), LAYER.weight),
+    "forward_ste": (lambda weight: forward_ste(LAYER.x, weight, LAYER.logits)[0], LAYER.weight),
+    "grouped_forward": (lambda weight: EXPERTS.with_(weight=weight).forward(), EXPERTS.weight),
+    "grouped_forward_ste": (lambda weight: EXPERTS.with_(weight=weight).result_of("forward_ste")[0], EXPERTS.weight),
 }
-forward_of_weight = FUNCTIONS["forward"]
+forward_of_weight, _ = FUNCTIONS["forward"]
 each_op = pytest.mark.parametrize("op", FUNCTIONS)
 
 
@@ -221,7 +260,8 @@ SECOND = "second derivative of MGLU is not implemented"
 
 @each_op
 def test_double_backward_is_refused(op):
-    function, weight = FUNCTIONS[op], LAYER.weight.clone().requires_grad_()
+    function, weight = FUNCTIONS[op]
+    weight = weight.clone().requires_grad_()
     loss = function(weight).sum()
     (first,) = torch.autograd.grad(loss, weight, create_graph=True)
     with pytest.raises(RuntimeError, match=SECOND):
@@ -268,14 +308,14 @@ def in_dual_level(function: Callable[[Tensor], Tensor], weight: Tensor) -> Tenso
 @each_op
 @pytest.mark.parametrize("mode", ["jvp", "jacfwd", "dual_level"])
 def test_forward_mode_is_refused(op, mode):
-    function = FUNCTIONS[op]
+    function, weight = FUNCTIONS[op]
     transformed = {
         "jvp": lambda w: torch.func.jvp(function, (w,), (w,)),
         "jacfwd": torch.func.jacfwd(function),
         "dual_level": lambda w: in_dual_level(function, w),
     }[mode]
     with pytest.raises(NotImplementedError, match=r"mglu: forward-mode AD .* is not implemented; use reverse mode"):
-        transformed(LAYER.weight)
+        transformed(weight)
 
 
 def test_forward_mode_through_another_argument_works():
@@ -285,10 +325,11 @@ def test_forward_mode_through_another_argument_works():
 
 @each_op
 def test_func_grad_equals_autograd(op):
-    function, leaf = FUNCTIONS[op], LAYER.weight.clone().requires_grad_()
+    function, weight = FUNCTIONS[op]
+    leaf = weight.clone().requires_grad_()
     function(leaf).square().sum().backward()
-    torch.testing.assert_close(grad(lambda w: function(w).square().sum())(LAYER.weight), leaf.grad)
-    result, pull = torch.func.vjp(function, LAYER.weight)
+    torch.testing.assert_close(grad(lambda w: function(w).square().sum())(weight), leaf.grad)
+    result, pull = torch.func.vjp(function, weight)
     torch.testing.assert_close(pull(2 * result.detach())[0], leaf.grad)
 
 

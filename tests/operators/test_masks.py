@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import strategies as s
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +11,7 @@ from torch import Tensor
 from mglu_ops import masks as packing
 from mglu_ops.backends import BACKENDS, cpu
 from mglu_ops.nn import MGLU
+from tests.support import layers as s
 
 mglu = torch.ops.mglu
 pack, unpack = mglu.pack_masks, mglu.unpack_masks

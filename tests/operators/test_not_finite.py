@@ -10,15 +10,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from backend_calls import run_on
-from families import family
-from not_finite import assert_right_or_not_finite
-from strategies import ACTIVATION_NAMES, DTYPES, Layer, make_layer, naive
 from torch import Tensor
 
 from mglu_ops.backends import cpu
 from mglu_ops.backends.cpu import library
 from mglu_ops.nn import MGLU
+from tests.support.calls import run_on
+from tests.support.families import family
+from tests.support.hard_values import assert_right_or_not_finite
+from tests.support.layers import ACTIVATION_NAMES, DTYPES, Layer, make_layer, naive
 
 mglu = torch.ops.mglu
 VALUES = [math.nan, math.inf, -math.inf]

@@ -10,10 +10,10 @@ import warnings
 from pathlib import Path
 
 import pytest
-from families import sample
 
 from mglu_ops import notices
 from mglu_ops.backends.cpu import build
+from tests.support.families import sample
 
 # The first compiler is missing, and the large layer warns of that. The second compiler builds the CPU kernels, and a
 # notice says so.

@@ -6,12 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import strategies as s
 import torch
 import torch.nn.functional as F
-from budgets import assert_matches
-from families import quick_cases, quick_only_for
-from strategies import DTYPES, OPS, Layer, arguments_of, make_layer
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.decorators import mark_unbacked
@@ -19,6 +15,22 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental import _config as symbolic_config
+
+from tests.support import layers as s
+from tests.support.budgets import assert_matches
+from tests.support.families import family, quick_cases, quick_only_for
+from tests.support.layers import (
+    DTYPES,
+    LOADS,
+    OPS,
+    OPS_OF_EXPERTS,
+    Layer,
+    arguments_of,
+    leaf,
+    make_down,
+    make_layer,
+    routing_of,
+)
 
 mglu = torch.ops.mglu
 
@@ -36,10 +48,6 @@ CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_
 def opcheck(op: str, *args: object) -> None:
     report = torch.library.opcheck(getattr(mglu, op).default, args, test_utils=CHECKS)
     assert report == dict.fromkeys(CHECKS, "SUCCESS")
-
-
-def leaf(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone().requires_grad_()
 
 
 @pytest.mark.parametrize("dtype", quick_only_for([torch.bool], [torch.bool, torch.uint8, torch.int64, *DTYPES]))
@@ -66,17 +74,47 @@ def test_opcheck_layer(dtype, weighted, leading):
     opcheck("forward_ste", x, weight, leaf(layer.logits), "gelu", mask_weight)
 
 
-@pytest.mark.parametrize("needs", quick_only_for([(True, True)], [(True, True), (True, False), (False, False)]))
+@pytest.mark.parametrize(
+    ("dtype", "weighted", "loads", "index_dtype"),
+    family(DTYPES, [False, True], LOADS, [torch.int32, torch.int64], most=2, one_in=3),
+)
+def test_opcheck_experts(dtype: torch.dtype, weighted: bool, loads: str, index_dtype: torch.dtype) -> None:
+    layer = make_layer((6,), routing="ids", loads=loads, dtype=dtype, weighted=weighted, index_dtype=index_dtype)
+    rows, masks = layer.sorted_by_expert()[0], layer.packed_masks
+    opcheck("experts_forward", leaf(layer.x), layer.weight, masks, layer.expert_ids, "gelu", leaf(layer.mask_weights))
+    x, weight, weights = leaf(rows.x), leaf(layer.weight), leaf(rows.mask_weights)
+    opcheck("grouped_forward", x, weight, masks, rows.offs, "gelu", weights)
+    opcheck("grouped_forward_ste", x, weight, leaf(layer.logits), rows.offs, "gelu", weights)
+    opcheck("pack_expert_logits", leaf(layer.logits))
+    y, down, ids, expert_weights, *_ = make_down(layer)
+    opcheck("experts_down", leaf(y), leaf(down), ids, leaf(expert_weights))
+
+
+@pytest.mark.parametrize("needs", quick_only_for([[True, True]], [[True, True], [True, False], [False, False]]))
 @pytest.mark.parametrize("logits_dtype", [None, torch.float32])
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("dtype", quick_only_for([torch.float32], DTYPES))
-def test_opcheck_below_autograd(dtype, weighted, logits_dtype, needs):
-    layer = make_layer(in_features=12, out_features=6, dtype=dtype, weighted=weighted)
-    args = (layer.x, layer.weight, layer.packed_masks)
+@pytest.mark.parametrize(
+    ("routing", "dtype"),
+    quick_cases(
+        [(None, torch.float32), ("offs", torch.float32)],
+        [*((None, dtype) for dtype in DTYPES), ("offs", torch.float32)],
+    ),
+)
+def test_opcheck_below_autograd(routing, dtype, weighted, logits_dtype, needs):
+    layer = make_layer((5,), 12, 6, routing=routing, dtype=dtype, weighted=weighted)
+    prefix, offs = ("", ()) if routing is None else ("grouped_", (layer.offs,))
+    args = (layer.x, layer.weight, layer.packed_masks, *offs)
     if logits_dtype is None and all(needs):
-        opcheck("forward_train", *args, "silu", layer.mask_weights)
-    result, partials = mglu.forward_train(*args, "silu", layer.mask_weights)
-    opcheck("backward", result, *args, partials, needs, logits_dtype, dtype if weighted else None)
+        opcheck(f"{prefix}forward_train", *args, "silu", layer.mask_weights)
+    result, partials = layer.result_of("forward_train")
+    opcheck(f"{prefix}backward", result, *args, partials, needs, logits_dtype, dtype if weighted else None)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("needs", quick_only_for([[True, True]], [[True, True], [True, False], [False, False]]))
+def test_opcheck_gradients_of_experts_down(weighted: bool, needs: list[bool]) -> None:
+    y, down, ids, expert_weights, *_ = make_down(make_layer((6,), routing="ids"))
+    opcheck("experts_down_backward", torch.ones(6, 24), y, down, ids, expert_weights, [*needs, weighted])
 
 
 def function_of(name: str, layer: Layer) -> Callable[..., Tensor]:
@@ -270,9 +308,11 @@ def test_functions_transformed_by_torch_func_compile(transform):
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fake_and_meta_results_have_the_shape_strides_and_dtype_of_real_ones(dtype, weighted, leading):
-    layer = make_layer(leading, 13, weighted=weighted, dtype=dtype)
-    for op in OPS:
-        args = arguments_of(op, layer)
+    for op in OPS + OPS_OF_EXPERTS:
+        routing = routing_of(op)
+        if routing is not None and len(leading) != 1:
+            continue
+        args = arguments_of(op, make_layer(leading, 13, routing=routing, weighted=weighted, dtype=dtype))
 
         def described(convert: Callable[[Tensor], Tensor], op: str = op, args: dict[str, Any] = args) -> list[Any]:
             results = getattr(mglu, op)(**{k: convert(v) if isinstance(v, Tensor) else v for k, v in args.items()})
@@ -292,3 +332,68 @@ def test_meta_tensors_get_gradients_of_the_right_shape():
     assert packed.shape == (10, 3, 3)
     result.sum().backward()
     assert [arg.grad.shape for arg in args] == [arg.shape for arg in args]
+
+
+# --- Layers of experts ------------------------------------------------------------------------------------------------
+
+
+def whole_layer(x: Tensor, weight: Tensor, masks: Tensor, down: Tensor, router: Tensor) -> Tensor:
+    """A mixture-of-experts layer in inference."""
+    top = (x @ router.T).softmax(-1).topk(2)
+    y = mglu.experts_forward(x, weight, masks, top.indices)
+    return mglu.experts_down(y, down, top.indices, top.values)
+
+
+def trained_layer(x: Tensor, weight: Tensor, logits: Tensor, offs: Tensor) -> Tensor:
+    return mglu.grouped_forward_ste(x, weight, logits, offs, "gelu")[0]
+
+
+def with_gradients(function: Callable[..., Tensor], *args: Tensor) -> tuple[Tensor, ...]:
+    """The result, and the gradients of all arguments except the last."""
+    leaves = [leaf(one) for one in args[:-1]]
+    y = function(*leaves, args[-1])
+    return y, *torch.autograd.grad(y.square().sum(), leaves)
+
+
+def tensors_of_layer(tokens: int) -> dict[str, Tensor]:
+    layer = make_layer((tokens,), routing="ids", seed=tokens)
+    generator = torch.Generator().manual_seed(tokens)
+    return {
+        "x": layer.x,
+        "weight": layer.weight,
+        "masks": layer.packed_masks,
+        "down": torch.randn(4, 24, 10, generator=generator),
+        "router": torch.randn(4, 24, generator=generator),
+    }
+
+
+@pytest.mark.parametrize("backend", quick_only_for(["aot_eager"], ["aot_eager", "inductor"]))
+def test_one_graph_serves_all_loads_and_numbers_of_tokens(backend: str) -> None:
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(whole_layer, backend=counter, fullgraph=True, dynamic=True)
+    for tokens in (9, 2, 300):
+        given = tensors_of_layer(tokens)
+        torch.testing.assert_close(compiled(**given), whole_layer(**given))
+    assert counter.frame_count == 1
+
+
+def test_a_compiled_training_step_has_the_gradients_of_eager_mode() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(trained_layer, backend=counter, fullgraph=True, dynamic=True)
+    for loads in LOADS:
+        layer = make_layer((9,), routing="offs", loads=loads)
+        args = layer.x, layer.weight, layer.logits, layer.offs
+        torch.testing.assert_close(with_gradients(compiled, *args), with_gradients(trained_layer, *args))
+    assert counter.frame_count == 1
+
+
+def test_an_exported_layer_takes_any_number_of_tokens() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor, weight: Tensor, masks: Tensor, down: Tensor, router: Tensor) -> Tensor:
+            return whole_layer(x, weight, masks, down, router)
+
+    shapes = {name: {0: torch.export.Dim("tokens")} if name == "x" else None for name in tensors_of_layer(9)}
+    program = torch.export.export(Layer(), (), tensors_of_layer(9), dynamic_shapes=shapes)
+    for tokens in (2, 33):
+        given = tensors_of_layer(tokens)
+        torch.testing.assert_close(program.module()(**given), whole_layer(**given))

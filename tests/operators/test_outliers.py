@@ -5,17 +5,23 @@ from __future__ import annotations
 import shutil
 
 import pytest
-import strategies as s
 import torch
-from backend_calls import run_on
-from budgets import BUDGET, SMALL_DIFFERENCE_ERROR
-from cpu_calls import run
 from hypothesis import given
 from hypothesis import strategies as st
-from outliers import TOKENS, assert_loses_no_more_than_naive, layer_of_large_gates, outlier_layers, slack_of_differences
-from strategies import make_layer
 
 from mglu_ops.backends.cpu import build, library
+from tests.support import layers as s
+from tests.support.budgets import BUDGET, SMALL_DIFFERENCE_ERROR
+from tests.support.calls import run_on
+from tests.support.cpu import run
+from tests.support.hard_values import (
+    TOKENS,
+    assert_loses_no_more_than_naive,
+    layer_of_large_gates,
+    outlier_layers,
+    slack_of_differences,
+)
+from tests.support.layers import make_layer
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 needs_compiler = pytest.mark.skipif(

@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from expert_layers import arguments_of_experts, make_experts
-from strategies import arguments_of, make_layer
 from torch import Tensor
 
 from mglu_ops import batch_invariance, dispatch
 from mglu_ops.call import arguments_key, metadata_key
 from mglu_ops.given import Given
+from tests.support.layers import arguments_of, make_layer, routing_of
 
 Arguments = dict[str, Any]
 Change = Callable[[Arguments, str], None]
@@ -42,10 +41,8 @@ def _roomy(tensor: Tensor) -> Tensor:
 
 def arguments(op: str) -> Arguments:
     """The arguments of a good call. All sizes differ, and the values are the same at every call."""
-    if op in OPS:
-        args = arguments_of(op, make_layer((TOKENS,), IN, OUT, N_MASKS, weighted=True))
-    else:
-        args = arguments_of_experts(op, make_experts(TOKENS, 2, 5, IN, OUT, N_MASKS, weighted=True))
+    layer = make_layer((TOKENS,), IN, OUT, N_MASKS, routing=routing_of(op), experts=5, weighted=True)
+    args = arguments_of(op, layer)
     return {name: _roomy(value) if isinstance(value, Tensor) else value for name, value in args.items()}
 
 
@@ -250,7 +247,7 @@ def test_a_changed_argument_other_than_a_tensor_makes_another_call(op: str, name
     assert not same(got, run(op, arguments(op)))
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", [*OPS, *OPS_OF_EXPERTS, "experts_down_backward"])
 def test_repeated_calls_also_obey_the_batch_invariant_mode(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No CPU kernel is batch invariant, so the mode makes every call raise an error."""
     args = arguments(op)

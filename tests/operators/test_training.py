@@ -5,21 +5,28 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-import strategies as s
 import torch
-from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
-from families import quick_only_for
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from strategies import DTYPES, Layer, make_layer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mglu_ops.activations import get_activation
-from mglu_ops.backends import formula
+from mglu_ops import dispatch
+from mglu_ops.backends import formula, triton
+from tests.support import layers as s
+from tests.support.budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
+from tests.support.families import family, quick_only_for
+from tests.support.layers import DTYPES, Layer, make_layer
+from tests.support.training_steps import (
+    TrainingLayer,
+    assert_zero_without_an_expert,
+    exact_partials,
+    products_of,
+    take_step,
+)
 
 mglu = torch.ops.mglu
-FLOAT64 = s.layers(dtype=torch.float64)
+FLOAT64 = s.layers(dtypes=(torch.float64,))
 
 
 def forward_train(layer: Layer) -> tuple[Tensor, Tensor]:
@@ -31,24 +38,20 @@ def flips(layer: Layer) -> Tensor:
     return 1 - 2 * layer.masks.double()
 
 
-def exact_partials(layer: Layer) -> Tensor:
+def partials_of(layer: Layer) -> Tensor:
     """The derivatives of y with respect to t, all f_i and all r_i of `mglu_ops.ops`, by autograd in float64."""
-    x, weight, n_masks = layer.x.double(), layer.weight.double(), len(layer.masks)
-    t = (x @ weight.T).requires_grad_()
-    f = torch.einsum("...h,ndh->...nd", x, weight * flips(layer)).requires_grad_()
-    r = torch.ones(*x.shape[:-1], n_masks) if layer.mask_weights is None else layer.mask_weights
-    r = r.double().unsqueeze(-1).expand_as(f).clone().requires_grad_()
-    t_i = t.unsqueeze(-2)
-    y = (r * get_activation(layer.activation).forward((t_i - f) / 2) * (t_i + f) / 2).sum()
-    grad_t, grad_f, grad_r = torch.autograd.grad(y, (t, f, r))
-    return torch.cat([grad_t.unsqueeze(-2), grad_f] + ([] if layer.mask_weights is None else [grad_r]), -2)
+    leading, weights = layer.x.shape[:-1], layer.mask_weights
+    products = products_of(layer.x.reshape(-1, layer.x.shape[-1]), layer.weight, layer.masks)
+    weights = None if weights is None else weights.reshape(len(products), -1)
+    partials = exact_partials(products, layer.activation, weights)[1]
+    return partials.view(*leading, *partials.shape[1:])
 
 
 @given(FLOAT64)
 def test_partials_are_the_derivatives_of_the_result(layer):
     # If a row of a mask has no 1, the gate is 0 up to rounding, and relu's derivative there is arbitrary.
     assume(layer.activation != "relu" or bool(layer.masks.any(-1).all()))
-    exact = exact_partials(layer)
+    exact = partials_of(layer)
     _, partials = forward_train(layer)
     scale = 1 + (layer.x.norm() * layer.weight.norm()).item() ** 2
     torch.testing.assert_close(partials, exact, rtol=1e-12, atol=1e-13 * scale)
@@ -62,7 +65,7 @@ def test_partials_are_within_the_budget(activation, dtype, weighted):
     _, partials = forward_train(layer)
     assert partials.dtype is dtype
     assert partials.is_contiguous()
-    for row, exact in zip(partials.unbind(-2), exact_partials(layer).unbind(-2), strict=True):
+    for row, exact in zip(partials.unbind(-2), partials_of(layer).unbind(-2), strict=True):
         assert_matches(row, exact, dtype)
 
 
@@ -70,7 +73,7 @@ def test_partials_of_more_tokens_than_one_chunk():
     layer = make_layer((600,), 8, 2000, 2, dtype=torch.float64, weighted=True)
     result, partials = forward_train(layer)
     assert_matches(result, layer.oracle())
-    assert_matches(partials, exact_partials(layer))
+    assert_matches(partials, partials_of(layer))
 
 
 @pytest.mark.parametrize("op", ["forward", "forward_ste"])
@@ -197,26 +200,14 @@ GRADIENTS_FACTOR = {0.1: 2.5, 0.25: NAIVE_FACTOR, 0.5: NAIVE_FACTOR, 0.75: NAIVE
 """Maps the density of masks to the allowed error of gradients, as a multiple of the naive layer's error."""
 
 
-def naive_gradients(layer: Layer, grad_output: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    x, weight, masks = (t.detach().clone().to(dtype).requires_grad_() for t in (layer.x, layer.weight, layer.masks))
-    result = s.naive(x, weight, masks, layer.activation)
-    return torch.autograd.grad(result, (x, weight, masks), grad_output.to(dtype))
-
-
-def assert_as_good_as_naive(layer: Layer, factor: float) -> None:
-    """Assert that no gradient's error exceeds `factor` times the naive layer's."""
-    dtype = layer.x.dtype
-    args = [t.clone().requires_grad_() for t in (layer.x, layer.weight, layer.logits.to(dtype))]
-    result, _ = mglu.forward_ste(*args, layer.activation)
-    grad_output = torch.randn(result.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
-    found = torch.autograd.grad(result, args, grad_output)
-    exact, naive = (naive_gradients(layer, grad_output, dtype) for dtype in (torch.float64, dtype))
-    for name, ours, theirs, oracle in zip(("x", "weight", "logits"), found, naive, exact, strict=True):
-        least_naive_error = torch.finfo(dtype).eps / 2
-        error, naive_error = relative_error(ours, oracle), relative_error(theirs, oracle)
-        assert error <= factor * max(naive_error, least_naive_error), (
-            f"{layer.activation}, {name}: {error:.3g}, naive {naive_error:.3g}"
-        )
+def assert_step_as_good_as_naive(layer: TrainingLayer, factor: float) -> None:
+    """Assert that no error of a training step exceeds `factor` times the naive layer's, or half an epsilon."""
+    found, exact, naive = take_step(layer), layer.in_plain_torch(torch.float64), layer.in_plain_torch(layer.x.dtype)
+    least_naive_error = torch.finfo(layer.x.dtype).eps / 2
+    for name, tensor in found.items():
+        error, naive_error = (relative_error(one, exact[name]) for one in (tensor, naive[name]))
+        allowed = factor * max(naive_error, least_naive_error)
+        assert error <= allowed, f"{layer.activation}, {name}: {error:.3g}, naive {naive_error:.3g}"
 
 
 @pytest.mark.parametrize("density", GRADIENTS_FACTOR)
@@ -225,13 +216,71 @@ def assert_as_good_as_naive(layer: Layer, factor: float) -> None:
 def test_errors_of_gradients_are_at_most_a_multiple_of_the_naive_layers(dtype, n_masks, density):
     """float64 is skipped, because the oracle is in float64 itself and has errors as large as the layers'."""
     for activation in ("silu", "relu", "sigmoid", "identity"):
-        layer = make_layer((40,), 128, 56, n_masks, activation=activation, dtype=dtype, density=density)
-        assert_as_good_as_naive(layer, GRADIENTS_FACTOR[density])
+        layer = TrainingLayer.random("cpu", dtype, (40,), 56, 128, n_masks, density=density, activation=activation)
+        assert_step_as_good_as_naive(layer, GRADIENTS_FACTOR[density])
 
 
 @pytest.mark.parametrize("density", GRADIENTS_FACTOR)
 @pytest.mark.parametrize("n_masks", quick_only_for([4], [2, 4, 16]))
 def test_errors_in_float32_on_gpus_without_fast_float64(n_masks, density, monkeypatch):
     monkeypatch.setattr(formula, "_backward_total_dtype", lambda x: torch.float32)
-    layer = make_layer((96,), 512, 256, n_masks, dtype=torch.float32, density=density)
-    assert_as_good_as_naive(layer, 2.5)
+    layer = TrainingLayer.random("cpu", torch.float32, (96,), 256, 512, n_masks, density=density)
+    assert_step_as_good_as_naive(layer, 2.5)
+
+
+# --- Experts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("loads", "unowned", "n_masks", "dtype", "activation", "mask_weights_dtype"),
+    family(
+        [[5, 0, 9, 1], [0, 0, 7], [3, 4], [0, 0]],
+        [0, 3],
+        [2, 1, 5],
+        [torch.float64, torch.float32, torch.bfloat16],
+        ["silu", "gelu"],
+        [None, torch.float32],
+    ),
+)
+def test_a_step_of_experts_agrees_with_a_loop(loads, unowned, n_masks, dtype, activation, mask_weights_dtype):
+    torch.manual_seed(0)
+    layer = TrainingLayer.of_experts(
+        "cpu", dtype, loads, 12, 20, n_masks, unowned=unowned, activation=activation,
+        mask_weights_dtype=mask_weights_dtype,
+    )  # fmt: skip
+    found = take_step(layer)
+    for name, exact in layer.in_plain_torch(torch.float64).items():
+        assert relative_error(found[name], exact) <= 2 * max(BUDGET[dtype], BUDGET[found[name].dtype]), name
+        assert_zero_without_an_expert(name, found[name], layer)
+
+
+@pytest.mark.parametrize("needed", range(4))
+def test_a_step_of_experts_computes_only_what_is_needed(needed: int) -> None:
+    layer = TrainingLayer.of_experts("cpu", torch.float32, [2, 3], 8, 16, 2, mask_weights_dtype=torch.float32)
+    every = take_step(layer)
+    needs = [i == needed for i in range(4)]
+    for name, tensor in take_step(layer, needs=needs).items():
+        torch.testing.assert_close(tensor, every[name])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "reason"),
+    [
+        (torch.float64, (9, 0), "too narrow for float64"),
+        (torch.bfloat16, (7, 5), "need compute capability 8.0, this GPU has (7, 5)"),
+        (torch.float16, None, "triton is not installed"),
+    ],
+    ids=["dtype", "GPU", "no Triton"],
+)
+def test_a_gpu_for_which_the_host_would_wait(monkeypatch, dtype, capability, reason):
+    monkeypatch.setattr(triton, "is_installed", lambda: capability is not None)
+    monkeypatch.setattr(triton, "_runs_interpreted", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(triton, "device_reason", triton.device_reason.__wrapped__)
+    for task in (
+        ("forward", "train") if dtype is torch.float64 else ("train",)
+    ):  # the CUDA backend asks about the others
+        text = dispatch.waiting_reason(task, torch.device("cuda", 0), dtype)
+        assert text is not None
+        assert text.startswith("the host waits for the device, to read which rows each expert has: ")
+        assert reason in text

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from strategies import make_layer
 
 from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS, cuda
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.call import Call
+from tests.support.layers import make_layer
 
 GPU = torch.device("cuda", 0)
 

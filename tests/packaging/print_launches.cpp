@@ -73,9 +73,9 @@ int main(int count, char** arguments) {
             layer.mask_weight_row_stride = n;
         }
         if (format.dtype) layer.weight_scale = tensor(5, scale_sizes + 1, scale_strides + 1, 1, format.scale_dtype);
-        layer.weight_format = format.code;
+        layer.format = format.code;
         layer.rounds_x = number(5) != 0;
-        layer.activation = static_cast<int>(mglu::cpu::Activation::silu);
+        layer.activation_code = static_cast<int>(mglu::cpu::Activation::silu);
         layer.tokens = tokens;
         layer.out_features = d;
         layer.in_features = h;

@@ -8,17 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from library_fixtures import inputs, run_package
-from processes import run
-from small_packages import write_small_package
 
 import mglu_ops
 from mglu_ops.nn import MGLU
 from mglu_ops.packaging.cpp_runtime import has_own_libstdcxx
 from mglu_ops.packaging.seal import PackageError
 from mglu_ops.packaging.tensor_file import write_tensor
+from tests.support.commands import run
+from tests.support.packaging import inputs, run_package, write_small_package
 
-pytest_plugins = ["library_fixtures"]
+pytest_plugins = ["tests.support.packaging"]
 
 SOURCE = """
 #include <sstream>

@@ -15,9 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from library_fixtures import needs_compiler
-from processes import run
-from small_packages import write_small_package
 
 from mglu_ops.backends.cuda import Plain, TileWgmma, driver, plans
 from mglu_ops.backends.cuda import launch as compiler_of_launches
@@ -32,6 +29,8 @@ from mglu_ops.packaging import device_code
 from mglu_ops.packaging.library import source_directory
 from mglu_ops.packaging.package import LayerInfo
 from mglu_ops.packaging.seal import PackageError
+from tests.support.commands import run
+from tests.support.packaging import needs_compiler, write_small_package
 
 pytestmark = [needs_compiler, pytest.mark.long]
 

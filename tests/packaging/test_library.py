@@ -12,23 +12,22 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import assert_matches
-from expert_layers import ROUTINGS, make_down, make_experts, sorted_rows
-from library_fixtures import needs_compiler
-from processes import python, run
-from stored_weights import stored_layer
 from torch import Tensor
 
 import mglu_ops
-from mglu_ops.backends import reference
 from mglu_ops.backends.cpu.build import BuildError
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS
 from mglu_ops.given import Given
 from mglu_ops.packaging import generated
 from mglu_ops.packaging import library as build
 from mglu_ops.packaging.library import build_runtime, source_directory
+from tests.support import reference
+from tests.support.budgets import assert_matches
+from tests.support.commands import python, run
+from tests.support.layers import LOADS, make_down, make_layer, stored_layer
+from tests.support.packaging import needs_compiler
 
-pytest_plugins = ["library_fixtures"]
+pytest_plugins = ["tests.support.packaging"]
 pytestmark = [needs_compiler]
 
 Call = tuple[str, tuple[Any, ...]]
@@ -237,9 +236,14 @@ def expert_calls() -> Iterator[Call]:
     for number, (name, dtype) in enumerate(itertools.product(FORMATS, dtypes)):
         formats = [one for one, stored in ACTIVATION_FORMATS.items() if name in stored]
         for tokens, top_k, experts in ((7, 3, 5), (40, 2, 3)):
-            layer = make_experts(
-                *(tokens, top_k, experts, 256, 140, 3),
-                routing=ROUTINGS[(number + tokens) % len(ROUTINGS)],
+            layer = make_layer(
+                (tokens,),
+                256,
+                140,
+                routing="ids",
+                experts=experts,
+                top_k=top_k,
+                loads=LOADS[(number + tokens) % len(LOADS)],
                 dtype=dtype,
                 index_dtype=(torch.int32, torch.int64)[number % 2],
                 weighted=tokens == 7,
@@ -247,7 +251,7 @@ def expert_calls() -> Iterator[Call]:
                 activation_format=formats[number % len(formats)],
             )
             yield expert_call(layer.given)
-            yield expert_call(sorted_rows(layer)[0])
+            yield expert_call(layer.sorted_by_expert()[0].given)
             weights = (dtype, torch.float32, torch.float64)[number % 3]
             yield "experts_down", tuple(make_down(layer, name, weights))
 
@@ -260,14 +264,11 @@ def transposed(tensor: Tensor | None) -> Tensor:
 
 def other_expert_calls() -> Iterator[Call]:
     """Yield valid calls over experts with tensors in other memory layouts, and invalid calls."""
-    layer = make_experts(weighted=True)
-    given, (grouped, _), down = layer.given, sorted_rows(layer), make_down(layer)
+    layer = make_layer((6,), routing="ids", weighted=True)
+    given, grouped, down = layer.given, layer.sorted_by_expert()[0].given, make_down(layer)
     x, y, ids, offs, factors = given.x, down.y, given.routing, grouped.routing, down.expert_weights
-    weight, masks, stored = (
-        given.weight,
-        given.packed_masks,
-        make_experts(in_features=128, weight_format="fp8_block").given,
-    )
+    weight, masks = given.weight, given.packed_masks
+    stored = make_layer((6,), 128, routing="ids", weight_format="fp8_block").given
     large = torch.full((9, 1, 256), 20.0, dtype=torch.float16)  # products of 102400, above float16's range
     large[0, 0, 0] = torch.inf
     yield "experts_down", (large, large[1:, 0][None], torch.zeros(9, 1).int(), torch.full((9, 1), 0.25))

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_packages import write_small_package
 
 import mglu_ops
 from mglu_ops.packaging.seal import PackageError
+from tests.support.packaging import write_small_package
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
-from small_packages import FOLDER, INFO, TEXTS, texts_with, write_package_with, write_small_package
 
 import mglu_ops
 from mglu_ops.packaging.package import KEY, PackageError, read_info
+from tests.support.packaging import FOLDER, INFO, TEXTS, texts_with, write_package_with, write_small_package
 
 LAYER = asdict(INFO.layers[0])
 

@@ -12,11 +12,8 @@ import pytest
 import sympy
 import torch
 import torch.nn.functional as F
-from exported import saved_and_loaded
 from hypothesis import given
 from hypothesis import strategies as st
-from library_fixtures import model, once
-from processes import python
 from torch import Tensor, nn
 from torch._inductor.codegen.cpp_utils import cexpr
 from torch.export import Dim
@@ -29,8 +26,11 @@ from mglu_ops.packaging.export import _symbols_in_integers
 from mglu_ops.packaging.inputs import Expression, Sizes, dense_order, dense_strides
 from mglu_ops.packaging.package import InputInfo
 from mglu_ops.packaging.seal import PackageError
+from tests.support.commands import python
+from tests.support.packaging import model, once
+from tests.support.programs.compiled import saved_and_loaded
 
-pytest_plugins = ["library_fixtures"]
+pytest_plugins = ["tests.support.packaging"]
 export_module = importlib.import_module("mglu_ops.packaging.export")
 
 long = pytest.mark.long

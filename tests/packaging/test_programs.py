@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from library_fixtures import TOKENS, inputs, needs_compiler, run_package, tensor_files
-from processes import ROOT, run, snippets
 
 import mglu_ops
 from mglu_ops.packaging.tensor_file import write_tensor
+from tests.support.commands import ROOT, run, snippets
+from tests.support.packaging import TOKENS, inputs, needs_compiler, run_package, tensor_files
 
-pytest_plugins = ["library_fixtures"]
+pytest_plugins = ["tests.support.packaging"]
 pytestmark = [needs_compiler]
 
 

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from library_fixtures import needs_compiler
-from small_packages import write_small_package
 
 import mglu_ops
 from mglu_ops.packaging.seal import PackageError, check_seal, seal
+from tests.support.packaging import needs_compiler, write_small_package
 
-pytest_plugins = ["library_fixtures"]
+pytest_plugins = ["tests.support.packaging"]
 
 Check = Callable[..., str]
 """A function `check(package, weights=None, torch_version=None, device=None)` that returns the problem, or ""."""

@@ -12,7 +12,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from processes import ROOT
+
+from tests.support.commands import ROOT
 
 PACKAGES = ("mglu_ops", "compile_passes")
 

@@ -8,11 +8,11 @@ from functools import partial
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from compiled_models import interpreted
 from torch._inductor import compile_fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import mglu_ops
+from tests.support.programs.compiled import interpreted
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,7 +1,7 @@
 """Run many random programs through the pass: `python tests/passes/run_random_programs.py blocks --programs 2000`.
 
     blocks     one or two layers among regions, views, writes and casts (`blocks`), counted by part
-    perturbed  a correct layer with one change (`perturbed_programs`), counted by family of changes
+    perturbed  a correct layer with one change (`perturbations`), counted by family of changes
 
 `source_programs` says what must hold for each program. The script prints each failure with its program and the options
 that repeat it. At the end it prints how many programs were fused, refused with a reason, silent (neither), skipped or
@@ -24,7 +24,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]  # import this working copy, not an installed package
+sys.path.insert(0, str(ROOT))  # import this working copy, not an installed package
 
 OUTCOMES = ("fused", "refused", "silent", "skipped", "failed")
 Key = tuple[int, int | None]
@@ -44,9 +44,9 @@ def start_process() -> None:
 
 def judge(key: Key) -> tuple[str, str, tuple[str, ...]]:
     """The outcome of a program, the reason for a failure, and the families under which it is counted."""
-    from blocks import block_program
-    from perturbed_programs import perturbation, place, program
-    from source_programs import SourceProgram, through_the_pass
+    from tests.support.programs.blocks import block_program
+    from tests.support.programs.perturbations import perturbation, place, program
+    from tests.support.programs.source_programs import SourceProgram, through_the_pass
 
     seed, index = key
     if index is None:
@@ -65,7 +65,7 @@ def judge(key: Key) -> tuple[str, str, tuple[str, ...]]:
 
 
 def keys(options: argparse.Namespace) -> list[Key]:
-    from perturbed_programs import indices, sample
+    from tests.support.programs.perturbations import indices, sample
 
     numbers = range(options.start, options.start + options.programs)
     if options.seed is not None:

@@ -8,10 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import BUDGET
-from graphs import Capture, assert_same, compare, results
-from layers import tensors, with_activation
 from torch import Tensor
+
+from tests.support.budgets import BUDGET
+from tests.support.programs.graphs import Capture, assert_same, compare, results
+from tests.support.programs.layers import tensors, with_activation
 
 SAME = 10 * BUDGET[torch.float64]
 

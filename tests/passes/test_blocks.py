@@ -9,11 +9,12 @@ import re
 from pathlib import Path
 
 import pytest
-from block_parts import TABLES
-from blocks import block_program
-from families import sample
-from processes import python
-from source_programs import through_the_pass
+
+from tests.support.commands import python
+from tests.support.families import sample
+from tests.support.programs.block_parts import TABLES
+from tests.support.programs.blocks import block_program
+from tests.support.programs.source_programs import through_the_pass
 
 PROGRAMS = 200
 RUNNER = Path(__file__).with_name("run_random_programs.py")

@@ -10,10 +10,6 @@ import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
 import torch.nn.functional as F
-from budgets import BUDGET, relative_error
-from exported import OfSource, parameter
-from graphs import Capture
-from spellings import term_of_products, term_of_weights
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
@@ -21,6 +17,10 @@ from torch.nn.utils import prune
 import mglu_ops
 from compile_passes.report import SPLIT_BY_DDP, FusionReport
 from mglu_ops.nn import MGLU
+from tests.support.budgets import BUDGET, relative_error
+from tests.support.programs.compiled import OfSource, parameter
+from tests.support.programs.graphs import Capture
+from tests.support.programs.spellings import term_of_products, term_of_weights
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="torch has no gloo"),

@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lookalikes
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import Capture, assert_same, results
-from spellings import from_source
 from torch import Tensor
 from torch.fx import Node
 
 from compile_passes import evaluate, fusion, rewrite
 from compile_passes.fusion import FusionError
 from compile_passes.rules import Rule
+from tests.support.programs import lookalikes
+from tests.support.programs.graphs import Capture, assert_same, results
+from tests.support.programs.spellings import from_source
 
 SAME = 1e-12
 

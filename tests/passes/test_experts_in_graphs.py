@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import BUDGET
-from exported import operators, saved_and_loaded
-from families import sample
-from graphs import Capture, assert_same, known_of_shapes, results
-from perturbed_programs import program, through_the_pass
-from perturbed_programs import sample as sample_perturbed
-from right_programs import EXPERTS, draw
-from spellings import from_source, straight_through
 from torch import Tensor, nn
 
 from compile_passes import proof
 from compile_passes.exported import fuse_exported
+from tests.support.budgets import BUDGET
+from tests.support.families import sample
+from tests.support.programs.compiled import operators, saved_and_loaded
+from tests.support.programs.graphs import Capture, assert_same, known_of_shapes, results
+from tests.support.programs.perturbations import program, through_the_pass
+from tests.support.programs.perturbations import sample as sample_perturbed
+from tests.support.programs.right_programs import EXPERTS, draw
+from tests.support.programs.spellings import from_source, straight_through
 
 SAME = 10 * BUDGET[torch.float64]
 E, T, D, H, MASKS = 4, 8, 8, 8, 2

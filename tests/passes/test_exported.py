@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from exported import Masked, OfSource, export, operators, parameter, saved_and_loaded
 from torch import Tensor, nn
 
 from compile_passes.exported import fuse_exported, layers_of
 from compile_passes.fusion import FusionError
 from compile_passes.report import FusionReport
 from mglu_ops.nn import MGLU, NaiveMGLU
+from tests.support.programs.compiled import Masked, OfSource, export, operators, parameter, saved_and_loaded
 
 
 @pytest.mark.parametrize(

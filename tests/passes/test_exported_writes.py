@@ -6,15 +6,15 @@ import copy
 
 import pytest
 import torch
-from exported import Masked, OfSource, export, operators, parameter, saved_and_loaded
-from families import family
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import examples
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from compile_passes.exported import fuse_exported
+from tests.support.families import family
+from tests.support.layers import examples
+from tests.support.programs.compiled import Masked, OfSource, export, operators, parameter, saved_and_loaded
 
 
 def test_masks_that_change_are_packed_at_each_call() -> None:

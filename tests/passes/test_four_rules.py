@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch._dynamo.config
 import torch.nn.functional as F
-from budgets import BUDGET, relative_error
-from families import family
-from graphs import Capture, results
-from spellings import from_source
 from torch import Tensor
+
+from tests.support.budgets import BUDGET, relative_error
+from tests.support.families import family
+from tests.support.programs.graphs import Capture, results
+from tests.support.programs.spellings import from_source
 
 SAME = 10 * BUDGET[torch.float64]
 SIZE = 11  # all sizes are equal, so that shapes do not tell tensors apart

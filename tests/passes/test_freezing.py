@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from budgets import relative_error
-from compiled_models import SAME, layer, run
-from exported import OfSource, parameter
 
 import mglu_ops
+from tests.support.budgets import relative_error
+from tests.support.programs.compiled import SAME, OfSource, layer, parameter, run
 
 pytestmark = [pytest.mark.usefixtures("unchanged_inductor"), pytest.mark.long]
 

@@ -8,11 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from budgets import relative_error
-from compiled_models import SAME, layer
-from exported import OfSource, parameter
-from families import family
-from graphs import assert_same, calls, known_of_shapes, results
 from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,6 +19,10 @@ from compile_passes import prepare
 from compile_passes.fusion import FusionError
 from compile_passes.report import FusionReport
 from mglu_ops.nn import MGLU
+from tests.support.budgets import relative_error
+from tests.support.families import family
+from tests.support.programs.compiled import SAME, OfSource, layer, parameter
+from tests.support.programs.graphs import assert_same, calls, known_of_shapes, results
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from budgets import BUDGET
-from graphs import Capture, assert_same, compare, masked_products, model_results
-from lookalikes import layer_tensors
-from spellings import from_source, gated, straight_through
 from torch import Tensor, nn
 from torch._higher_order_ops.scan import scan  # noqa: F401 (a source calls it)
 from torch.fx import Graph
@@ -19,6 +15,10 @@ from torch.nn.attention.flex_attention import flex_attention  # noqa: F401 (a so
 from compile_passes.fusion import fuse_graph
 from compile_passes.report import FusionReport
 from mglu_ops.nn import NaiveMGLU
+from tests.support.budgets import BUDGET
+from tests.support.programs.graphs import Capture, assert_same, compare, masked_products, model_results
+from tests.support.programs.lookalikes import layer_tensors
+from tests.support.programs.spellings import from_source, gated, straight_through
 
 SAME = 10 * BUDGET[torch.float64]
 

@@ -7,8 +7,6 @@ from operator import getitem
 
 import pytest
 import torch
-from exported import Masked, OfSource, parameter
-from spellings import from_source
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
@@ -16,6 +14,8 @@ import mglu_ops
 from compile_passes.exported import fuse_exported, layers_of
 from compile_passes.prepare import inline_no_grad
 from compile_passes.report import FusionReport
+from tests.support.programs.compiled import Masked, OfSource, parameter
+from tests.support.programs.spellings import from_source
 
 _set_grad_enabled = torch.ops.higher_order.wrap_with_set_grad_enabled
 

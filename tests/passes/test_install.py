@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from budgets import relative_error
-from compiled_models import SAME, Recorder, layer, real_mask, run, soft_mask, trace, traced_by_inductor
-from graphs import assert_same, model_results
 from torch import nn
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 
@@ -20,6 +17,9 @@ from compile_passes import fusion
 from compile_passes.entry import NoFusion
 from compile_passes.fusion import FusionError, FusionPass
 from compile_passes.report import FusionReport
+from tests.support.budgets import relative_error
+from tests.support.programs.compiled import SAME, Recorder, layer, real_mask, run, soft_mask, trace, traced_by_inductor
+from tests.support.programs.graphs import assert_same, model_results
 
 pytestmark = pytest.mark.usefixtures("unchanged_inductor")
 

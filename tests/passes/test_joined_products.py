@@ -5,15 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import lookalikes
 import pytest
 import torch
 import torch.nn.functional as F
-from families import family, quick_cases
-from graphs import compare
-from kinds import KINDS, MAIN_KINDS, MODES, N_MASKS, SAME, D, H, More, Pair, activated, fuses_to_one, sum_of
-from spellings import JOINTS, WRONG_JOINTS, from_source
 from torch import Tensor
+
+from tests.support.families import family, quick_cases
+from tests.support.programs import lookalikes
+from tests.support.programs.graphs import compare
+from tests.support.programs.kinds import (
+    KINDS,
+    MAIN_KINDS,
+    MODES,
+    N_MASKS,
+    SAME,
+    D,
+    H,
+    More,
+    Pair,
+    activated,
+    fuses_to_one,
+    sum_of,
+)
+from tests.support.programs.spellings import JOINTS, WRONG_JOINTS, from_source
 
 
 def stacked(x: Tensor, weights: Any) -> Tensor:

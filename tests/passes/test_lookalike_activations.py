@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import sample
-from lookalikes import ALL, Layer, check
-from spellings import straight_through
 from torch import Tensor
+
+from tests.support.families import sample
+from tests.support.programs.lookalikes import ALL, Layer, check
+from tests.support.programs.spellings import straight_through
 
 # Functions with the values of relu but another derivative at 0, and functions that would equal silu if the pass ignored
 # an argument of one of their calls.

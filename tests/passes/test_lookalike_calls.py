@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from families import sample
-from graphs import assert_says_why, compare
-from lookalikes import ALL, SAME, H, layer_of, tensors
-from spellings import gated
 from torch import Tensor
+
+from tests.support.families import sample
+from tests.support.programs.graphs import assert_says_why, compare
+from tests.support.programs.lookalikes import ALL, SAME, H, layer_of, tensors
+from tests.support.programs.spellings import gated
 
 
 def cube(logits: Tensor) -> Tensor:

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import family, sample
-from lookalikes import ALL, D, H, Layer, check
-from spellings import gated, straight_through
 from torch import Tensor
+
+from tests.support.families import family, sample
+from tests.support.programs.lookalikes import ALL, D, H, Layer, check
+from tests.support.programs.spellings import gated, straight_through
 
 # The dtype of the mask m (the factor of the gate), and the factor of the value as a function of m. Torch rounds numbers
 # to the dtype of their tensor, so some of these functions are the complement in some dtypes only.

@@ -6,15 +6,28 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import lookalikes
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import BUDGET, NAIVE_FACTOR, relative_error
-from families import family, sample
-from graphs import Capture, compare, results
-from kinds import KINDS, MODES, N_MASKS, PAIRS, SAME, More, activated, fuses_to_one, sum_of, tensors
-from spellings import (
+from torch import Tensor
+
+from tests.support.budgets import BUDGET, NAIVE_FACTOR, relative_error
+from tests.support.families import family, sample
+from tests.support.programs import lookalikes
+from tests.support.programs.graphs import Capture, compare, results
+from tests.support.programs.kinds import (
+    KINDS,
+    MODES,
+    N_MASKS,
+    PAIRS,
+    SAME,
+    More,
+    activated,
+    fuses_to_one,
+    sum_of,
+    tensors,
+)
+from tests.support.programs.spellings import (
     COMPLEMENTS,
     FIXED,
     MASKED_WEIGHTS,
@@ -24,7 +37,6 @@ from spellings import (
     takes,
     term_of_products,
 )
-from torch import Tensor
 
 
 def kinds_that_take(table: dict[str, tuple[str, Any]]) -> list[Any]:

@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from compiled_models import Recorder, layer, real_mask, run, soft_mask
-from families import sample
-from processes import python
 from torch import nn
 from torch._inductor import compile_fx
 from torch.fx import Graph
@@ -22,6 +19,9 @@ from torch.fx import Graph
 import mglu_ops
 from compile_passes.fusion import FusionPass, fuse_graph
 from compile_passes.report import FusionReport
+from tests.support.commands import python
+from tests.support.families import sample
+from tests.support.programs.compiled import Recorder, layer, real_mask, run, soft_mask
 
 pytestmark = pytest.mark.usefixtures("unchanged_inductor")
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import BUDGET, NAIVE_FACTOR, relative_error
-from families import family
-from graphs import Capture, assert_same, masked_products, model_results
 from torch import Tensor, nn
 
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.nn import NaiveMGLU
+from tests.support.budgets import BUDGET, NAIVE_FACTOR, relative_error
+from tests.support.families import family
+from tests.support.programs.graphs import Capture, assert_same, masked_products, model_results
 
 SAME = 10 * BUDGET[torch.float64]
 

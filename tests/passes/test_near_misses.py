@@ -6,10 +6,11 @@ import re
 
 import pytest
 import torch
-from graphs import Capture, assert_same, results
-from lookalikes import SAME, tensors
-from spellings import from_source
 from torch import Tensor
+
+from tests.support.programs.graphs import Capture, assert_same, results
+from tests.support.programs.lookalikes import SAME, tensors
+from tests.support.programs.spellings import from_source
 
 
 def captured(source: str) -> Capture:

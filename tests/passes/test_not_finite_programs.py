@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from families import family
-from graphs import Capture, packings
-from not_finite import assert_right_or_not_finite
-from spellings import TRAINED, straight_through
 from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
+from tests.support.families import family
+from tests.support.hard_values import assert_right_or_not_finite
+from tests.support.programs.graphs import Capture, packings
+from tests.support.programs.spellings import TRAINED, straight_through
 
 NAN_AS_0 = "a mask logit that is NaN counts as 0"
 

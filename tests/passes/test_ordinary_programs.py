@@ -15,10 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import quick_only_for, sample
-from graphs import known_of_shapes
-from ordinary import Program, draw
-from source_programs import Both, judged, outcomes
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.fx import Graph, GraphModule, Tracer
@@ -27,6 +23,10 @@ import mglu_ops
 from benchmarks.compile_time import MASKED_LAYERS, masked, time_of_pass
 from compile_passes.prepare import record_examples
 from compile_passes.shapes import example
+from tests.support.families import quick_only_for, sample
+from tests.support.programs.graphs import known_of_shapes
+from tests.support.programs.ordinary import Program, draw
+from tests.support.programs.source_programs import Both, judged, outcomes
 
 PROGRAMS = int(os.environ.get("MGLU_ORDINARY_PROGRAMS", "300"))
 START = int(os.environ.get("MGLU_ORDINARY_START", "0"))

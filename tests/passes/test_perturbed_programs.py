@@ -1,6 +1,6 @@
 """Correct programs with one perturbation have eager's results, and leave their inputs as eager does.
 
-The module `perturbed_programs` says what must hold for such programs, and
+The module `perturbations` says what must hold for such programs, and
 `python tests/passes/run_random_programs.py perturbed` runs any number of them.
 """
 
@@ -13,11 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import perturbed_programs
 import pytest
 import torch
-from families import sample as quick_sample
-from perturbed_programs import (
+
+from tests.support.commands import python
+from tests.support.families import sample as quick_sample
+from tests.support.programs import perturbations
+from tests.support.programs.perturbations import (
     FAMILIES,
     indices,
     perturbation,
@@ -25,9 +27,8 @@ from perturbed_programs import (
     right_program,
     sample,
 )
-from processes import python
-from right_programs import Program, draw
-from source_programs import Both, difference, outcomes, through_the_pass
+from tests.support.programs.right_programs import Program, draw
+from tests.support.programs.source_programs import Both, difference, outcomes, through_the_pass
 
 PROGRAMS = 300
 RUNNER = Path(__file__).with_name("run_random_programs.py")
@@ -74,7 +75,7 @@ def test_every_perturbation_at_every_position() -> None:
     length = len(draw(seed).statements)
     found = list(indices(seed))
     assert len(found) == len(set(found)) > 1000
-    positions = {perturbed_programs.place(seed, index).position for index in found}
+    positions = {perturbations.place(seed, index).position for index in found}
     assert positions == set(range(length + 1))
     some = found[:: len(found) // 50]
     assert all(program(seed, index).source != draw(seed).source for index in some)

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import BUDGET
-from families import family
-from graphs import Capture, assert_same, compare, results
-from lookalikes import SAME, layer_of, tensors
-from spellings import gated, straight_through, term_of_products
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor  # noqa: F401 (a source reads it)
+
+from tests.support.budgets import BUDGET
+from tests.support.families import family
+from tests.support.programs.graphs import Capture, assert_same, compare, results
+from tests.support.programs.lookalikes import SAME, layer_of, tensors
+from tests.support.programs.spellings import gated, straight_through, term_of_products
 
 A_STACK_IS_USED = "terms = stack([gated(x, w, m, ~m) for m in b]); (terms.sum(0), terms[0])"
 WEIGHTED_BY_ITSELF = "term = gated(x, w, b[0], ~b[0]); term.mean(-1, keepdim=True) * term"

@@ -12,9 +12,6 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
-from exported import OfSource, parameter
-from graphs import Capture
-from processes import run
 from torch import Tensor, nn
 from torch.fx import Graph, Node
 
@@ -22,6 +19,9 @@ from compile_passes.explain import explain
 from compile_passes.report import FusionReport, SiteReport, layers_present, line, module_path, source_line
 from mglu_ops.__main__ import main
 from mglu_ops.nn import MGLU, NaiveMGLU
+from tests.support.commands import run
+from tests.support.programs.compiled import OfSource, parameter
+from tests.support.programs.graphs import Capture
 
 MODEL = """
 import torch

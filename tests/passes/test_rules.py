@@ -11,17 +11,17 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import conflicts
 import pytest
 import torch
 import torch.nn.functional as F
-from graphs import Capture
-from layers import LAYERS, hard, tensors
-from spellings import gated
 from torch import Tensor
 
 from compile_passes import rules
 from compile_passes.rules import LAYER_RULES, PRECEDENCE, WEIGHT_RULES, Rule
+from tests.support.programs import graphs
+from tests.support.programs.graphs import Capture
+from tests.support.programs.layers import LAYERS, hard, tensors
+from tests.support.programs.spellings import gated
 
 MODULES: list[ModuleType] = [value for value in vars(rules).values() if isinstance(value, ModuleType)]
 
@@ -74,7 +74,7 @@ def test_precedence_lists_only_rules_that_disagree(pair: tuple[Rule, Rule]) -> N
 
 
 def test_rules_that_disagree_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conflicts, "PRECEDENCE", {})
+    monkeypatch.setattr(graphs, "PRECEDENCE", {})
     with pytest.raises(Exception, match="rules `pointwise` and `comparison` know different values of `%eq"):
         Capture().compile(_compared_mask)(**tensors(1))
 

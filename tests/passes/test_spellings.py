@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from budgets import BUDGET, relative_error
-from graphs import Capture, assert_same, masked_products, results
-from lookalikes import layer_tensors
-from spellings import gated, straight_through
 from torch import Tensor
+
+from tests.support.budgets import BUDGET, relative_error
+from tests.support.programs.graphs import Capture, assert_same, masked_products, results
+from tests.support.programs.lookalikes import layer_tensors
+from tests.support.programs.spellings import gated, straight_through
 
 # Both the fused and the unfused layer have rounding errors within the budget of their dtype.
 SAME = 10 * BUDGET[torch.float64]

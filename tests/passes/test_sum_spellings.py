@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from families import family
-from graphs import compare
-from kinds import KINDS, MAIN_KINDS, MODES, SAME, D, More, fuses_to_one, tensors
-from spellings import SUMS, from_source, gated
 from torch import Tensor
+
+from tests.support.families import family
+from tests.support.programs.graphs import compare
+from tests.support.programs.kinds import KINDS, MAIN_KINDS, MODES, SAME, D, More, fuses_to_one, tensors
+from tests.support.programs.spellings import SUMS, from_source, gated
 
 
 def _accumulated(y: Any, terms: list[Tensor]) -> Tensor:

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import relative_error
-from compiled_models import SAME, Recorder, interpreted, layer, real_mask, run, trace
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._inductor.compile_fx import compile_fx
@@ -23,6 +21,8 @@ import mglu_ops
 from compile_passes.fusion import FusionError, FusionPass
 from compile_passes.report import FusionReport
 from mglu_ops.nn import NaiveMGLU
+from tests.support.budgets import relative_error
+from tests.support.programs.compiled import SAME, Recorder, interpreted, layer, real_mask, run, trace
 
 pytestmark = pytest.mark.usefixtures("unchanged_inductor")
 

@@ -9,14 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
-from exported import export, operators, saved_and_loaded
-from families import family
-from graphs import Capture, compare, results
 from hypothesis import given
 from hypothesis import strategies as st
-from spellings import straight_through
-from strategies import examples
 from torch import Tensor, nn
 from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,6 +20,12 @@ import mglu_ops
 from compile_passes.exported import fuse_exported
 from compile_passes.report import FusionReport, layers_present
 from mglu_ops.formats import FORMATS
+from tests.support.budgets import BUDGET, NAIVE_FACTOR, assert_matches, relative_error
+from tests.support.families import family
+from tests.support.layers import examples
+from tests.support.programs.compiled import export, operators, saved_and_loaded
+from tests.support.programs.graphs import Capture, compare, results
+from tests.support.programs.spellings import straight_through
 
 Decode = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 """A function that decodes a stored weight. Its arguments are the weight, the scales and the dtype of x."""

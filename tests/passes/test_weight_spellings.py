@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from exported import OfSource, parameter
-from families import family
-from graphs import Capture, assert_same, masked_products, model_results, results
-from kinds import (
+from torch import Tensor, nn
+
+from tests.support.families import family
+from tests.support.programs.compiled import OfSource, parameter
+from tests.support.programs.graphs import Capture, assert_same, masked_products, model_results, results
+from tests.support.programs.kinds import (
     KINDS,
     MAIN_KINDS,
     MODES,
@@ -29,8 +31,7 @@ from kinds import (
     sum_of,
     tensors,
 )
-from spellings import term_of_weights
-from torch import Tensor, nn
+from tests.support.programs.spellings import term_of_weights
 
 EXPRESSIONS: dict[str, Callable[[Tensor, More], Tensor]] = {
     "q * scale[:, None]": lambda w, more: w * more["scale"][:, None],

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import family
-from graphs import Capture
-from source_programs import SourceProgram, through_the_pass
+
+from tests.support.families import family
+from tests.support.programs.graphs import Capture
+from tests.support.programs.source_programs import SourceProgram, through_the_pass
 
 SIZE = 8
 LAYER = "y = F.silu(F.linear(x, a)) * F.linear(x, b)"

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import BUDGET, relative_error
-from families import family, sample
-from graphs import Capture, assert_same, calls, packings, results
-from layers import BY_HAND, LAYERS, H, tensors
 from torch import Tensor, nn
 
 import mglu_ops
 from compile_passes.report import FusionReport
+from tests.support.budgets import BUDGET, relative_error
+from tests.support.families import family, sample
+from tests.support.programs.graphs import Capture, assert_same, calls, packings, results
+from tests.support.programs.layers import BY_HAND, LAYERS, H, tensors
 
 SAME = 10 * BUDGET[torch.float64]
 WITHOUT_ACTIVATIONS = [name for name in LAYERS if not any(name in sources for sources in BY_HAND.values())]

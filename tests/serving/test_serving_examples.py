@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from library_fixtures import needs_compiler
-from processes import ROOT, run
+
+from tests.support.commands import ROOT, run
+from tests.support.packaging import needs_compiler
 
 
 def run_example(name: str, *arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:

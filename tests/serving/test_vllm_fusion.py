@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from budgets import relative_error
-from compiled_models import SAME, Recorder, layer, trace
 from torch._inductor import standalone_compile
 from torch.fx import GraphModule
 
 import mglu_ops
 from compile_passes.entry import current_pass
 from mglu_ops.vllm.plugin import FUSION, enable_fusion_from_environment
+from tests.support.budgets import relative_error
+from tests.support.programs.compiled import SAME, Recorder, layer, trace
 
 WITHOUT_PASSES = "did not run the passes before autograd .*VLLM_ENABLE_PREGRAD_PASSES=0"
 

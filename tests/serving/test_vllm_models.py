@@ -15,14 +15,23 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from ranks import run_on_ranks
-from vllm_engines import BY_EXPERTS, N_MASKS, TRANSFORMERS_BACKEND, TWO_RANKS, answers, make_small, save_small, start
 
 import mglu_ops
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
 from mglu_ops.given import Given
 from mglu_ops.nn import MGLUFeedForward
+from tests.support.ranks import run_on_ranks
+from tests.support.vllm_engines import (
+    BY_EXPERTS,
+    N_MASKS,
+    TRANSFORMERS_BACKEND,
+    TWO_RANKS,
+    answers,
+    make_small,
+    save_small,
+    start,
+)
 
 pytest.importorskip("vllm", reason="vLLM is not a dependency of the tests: it brings gigabytes and a torch of its own")
 pytest.importorskip("mglu_ops.transformers")

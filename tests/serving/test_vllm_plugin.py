@@ -7,11 +7,11 @@ from functools import partial
 from types import ModuleType, SimpleNamespace
 
 import pytest
-from processes import python
 
 import mglu_ops
 from mglu_ops.vllm import register
 from mglu_ops.vllm.plugin import ARCHITECTURES
+from tests.support.commands import python
 
 
 @pytest.fixture

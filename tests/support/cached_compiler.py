@@ -1,6 +1,6 @@
 """A compiler launcher for CMake that compiles without optimisation and caches object files.
 
-Tests build the C++ library often. `processes.run` tells CMake to use the launcher. When CMake links a library, or
+Tests build the C++ library often. `commands.run` tells CMake to use the launcher. When CMake links a library, or
 compiles a source that embeds files, the launcher runs the compiler and caches nothing.
 """
 

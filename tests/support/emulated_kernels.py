@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from processes import BUILT
 from torch import Tensor
 
 from mglu_ops.backends.cache import Artifact, obtain
@@ -25,6 +24,7 @@ from mglu_ops.backends.cuda.compiler import source_directory
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.kernels import training_steps
 from mglu_ops.backends.cuda.launch import parameters
+from tests.support.commands import BUILT
 
 STAND_INS = Path(__file__).parents[1] / "cuda" / "emulation"
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")

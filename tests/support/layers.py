@@ -1,245 +1,549 @@
-"""Whole layers as people write them. The pass replaces each layer by one operator."""
+"""Random layers with any routing, size, memory layout and format of weights, and their results in float64.
+
+The routing is an axis: `None` for a layer without experts, "ids" for `experts_forward`, whose tokens have slots with
+the id of an expert, and "offs" for `grouped_forward`, whose rows are sorted by expert.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from spellings import STACK_PROJECTIONS, from_source, gated, straight_through
-from torch import Tensor
+from hypothesis import settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
-D, H = 12, 8
+from mglu_ops.activations import ACTIVATIONS
+from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS, quantize_activation
+from mglu_ops.given import DownGiven, Given
+from mglu_ops.masks import unpack
+from tests.support import reference
+from tests.support.budgets import BUDGET, relative_error
 
-Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A function of x, the weight and all mask logits."""
+ACTIVATION_NAMES = sorted(ACTIVATIONS)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+ROUTINGS = (None, "ids", "offs")
+LOADS = ("uniform", "skewed", "one expert", "no expert", "some out of range")
+"""How the ids of experts are distributed."""
 
 
-def tensors(n_masks: int, *, three_d: bool = False, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(n_masks)
+def pack(masks: Tensor) -> Tensor:
+    """Pack bool masks `[..., n_masks, d, h]` without the package's own code."""
+    padded = F.pad(masks.to(torch.uint8), (0, -masks.shape[-1] % 8)).unflatten(-1, (-1, 8))
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=masks.device)
+    return (padded * weights).sum(-1, dtype=torch.uint8).movedim(-3, -1).contiguous()
+
+
+@dataclass(eq=False)
+class Layer:
+    """The arguments of one call, as in `mglu_ops.given.Given`, and bool masks `[(E,) n_masks, d, h]`."""
+
+    x: Tensor
+    weight: Tensor
+    masks: Tensor
+    packed_masks: Tensor
+    activation: str = "silu"
+    mask_weights: Tensor | None = None
+    weight_scale: Tensor | None = None
+    weight_format: str = "dense"
+    activation_format: str = "dense"
+    expert_ids: Tensor | None = None
+    offs: Tensor | None = None
+
+    @property
+    def given(self) -> Given:
+        return Given(*(getattr(self, name) for name in Given._fields))
+
+    @property
+    def logits(self) -> Tensor:
+        """float32 logits whose signs are the masks."""
+        size = torch.linspace(0, 0.4, self.masks.numel(), device=self.masks.device).view(self.masks.shape)
+        return torch.where(self.masks, 0.5, -0.5) + size
+
+    @property
+    def has_expert(self) -> Tensor:
+        """True for each row of the result that an expert computes, bool `[...]`. All other rows must be zeros."""
+        if self.offs is not None:
+            return torch.arange(len(self.x), device=self.offs.device) < self.offs[-1]
+        ids = self.expert_ids
+        if ids is None:
+            return torch.ones(self.x.shape[:-1], dtype=torch.bool, device=self.x.device)
+        return (ids >= 0) & (ids < len(self.weight))
+
+    def with_(self, **changes: Any) -> Layer:
+        """A copy with some fields changed. New `masks` are packed, unless `packed_masks` is given."""
+        if "masks" in changes and "packed_masks" not in changes:
+            changes["packed_masks"] = pack(changes["masks"])
+        return Layer(**(vars(self) | changes))
+
+    def to(self, device: str) -> Layer:
+        return self.with_(**{name: t.to(device) for name, t in vars(self).items() if isinstance(t, Tensor)})
+
+    def result_of(self, name: str = "forward", masks: Tensor | None = None) -> Any:
+        """The result of `forward`, `forward_ste` or `forward_train`, or of the operator for this layer's routing."""
+        given, prefix = self.given, "" if self.offs is None else "grouped_"
+        name = "experts_forward" if self.expert_ids is not None else prefix + name
+        if masks is None:
+            masks = self.logits if name.endswith("_ste") else given.packed_masks
+        routing = () if given.routing is None else (given.routing,)
+        rest = given[3:8] if name.endswith("_forward") or name == "forward" else given[3:5]
+        return getattr(torch.ops.mglu, name)(given.x, given.weight, masks, *routing, *rest)
+
+    def forward(self) -> Tensor:
+        return self.result_of("forward")
+
+    def parts(self) -> Iterator[tuple[Layer, Any]]:
+        """Each expert as a layer without experts, with the index of its rows in the result."""
+        if self.given.routing is None:
+            yield self, ...
+            return
+        ends = [] if self.offs is None else list(pairwise((0, *self.offs.tolist())))
+        for expert in range(len(self.weight)):
+            where: Any = slice(*ends[expert]) if ends else (self.expert_ids == expert).nonzero(as_tuple=True)
+            part = self.with_(
+                x=self.x[where if ends else where[0]],
+                weight=self.weight[expert],
+                masks=self.masks[expert],
+                packed_masks=self.packed_masks[expert],
+                mask_weights=None if self.mask_weights is None else self.mask_weights[where],
+                weight_scale=None if self.weight_scale is None else self.weight_scale[expert],
+                expert_ids=None,
+                offs=None,
+            )
+            yield part, where
+
+    def in_parts(self, result: Any, dtype: torch.dtype) -> Tensor:
+        """The result in `dtype` if `result(part)` computes each expert's rows. Other rows are zeros."""
+        found = torch.zeros(*self.given.leading, self.given.out_features, dtype=dtype, device=self.x.device)
+        for part, where in self.parts():
+            found[where] = result(part)
+        return found
+
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """X as it is rounded, and the decoded weight of a layer without experts, in float64."""
+        x = self.x.double()
+        if self.activation_format != "dense":
+            rounded, scales = quantize_activation(self.x)
+            x = rounded.double() * scales.double()
+        if self.weight_scale is None:
+            return x, self.weight.double()
+        return x, FORMATS[self.weight_format].dequantize(self.weight, self.weight_scale, torch.float64)
+
+    def oracle(self) -> Tensor:
+        """The float64 result, summed mask by mask to save memory."""
+
+        def result(part: Layer) -> Tensor:
+            x, weight = part.exact()
+            total = x.new_zeros(*x.shape[:-1], len(weight))
+            for i, mask in enumerate(part.masks):
+                weights = None if part.mask_weights is None else part.mask_weights[..., i : i + 1]
+                total += reference.forward(x, weight, mask[None], part.activation, weights)
+            return total
+
+        return self.in_parts(result, torch.float64)
+
+    def sorted_by_expert(self) -> tuple[Layer, Tensor]:
+        """A layer with a row for each slot, sorted by expert, and the flat index of each row's slot."""
+        ids, experts = self.expert_ids, len(self.weight)
+        assert ids is not None
+        of_slots = torch.where(self.has_expert, ids, experts).flatten()
+        pairs = torch.argsort(of_slots, stable=True)
+        offs = torch.bincount(of_slots, minlength=experts)[:experts].cumsum(0).int()
+        weights = None if self.mask_weights is None else self.mask_weights.flatten(0, 1)[pairs]
+        x = self.x[pairs // ids.shape[1]]
+        return self.with_(x=x, mask_weights=weights, expert_ids=None, offs=offs), pairs
+
+
+def route(tokens: int, top_k: int, experts: int, loads: str, generator: torch.Generator) -> Tensor:
+    """Expert ids `[tokens, top_k]`; `loads` is an entry of `LOADS`."""
+    random = torch.rand(tokens, top_k, generator=generator, device=generator.device)
+    if loads == "skewed":
+        random = random**4
+    ids = (random * experts).long()
+    if loads == "one expert":
+        ids[:] = experts - 1
+    elif loads == "no expert":
+        ids = torch.where(ids % 2 == 0, -1 - ids, experts + ids)
+    elif loads == "some out of range":
+        wrong = torch.rand(tokens, top_k, generator=generator, device=generator.device) < 0.3
+        ids = torch.where(wrong, 2 * experts * ids - 1, ids)
+    return ids
+
+
+def make_layer(
+    leading: tuple[int, ...] = (5,),
+    in_features: int = 24,
+    out_features: int = 10,
+    n_masks: int = 3,
+    *,
+    routing: str | None = None,
+    experts: int = 4,
+    top_k: int = 2,
+    loads: str = "uniform",
+    index_dtype: torch.dtype = torch.int64,
+    activation: str = "silu",
+    dtype: torch.dtype = torch.float32,
+    density: float = 0.5,
+    weighted: bool = False,
+    mask_weights_dtype: torch.dtype | None = None,
+    weight_format: str = "dense",
+    activation_format: str = "dense",
+    seed: int = 0,
+    device: str = "cpu",
+) -> Layer:
+    """A layer of normally distributed numbers, scaled so that gates and values have a variance of about 1.
+
+    With a routing, `leading` is the number of tokens, each with `top_k` slots. What kernels must not read is NaN: x of
+    tokens without an expert, and mask weights of slots without one. `weighted` adds mask weights in x's dtype, or in
+    float32 with experts.
+    """
+    generator, stored = torch.Generator(device).manual_seed(seed), FORMATS[weight_format]
+    sizes = (out_features, in_features)
+    of_experts, slots = ((), leading) if routing is None else ((experts,), (*leading, top_k))
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        return torch.randn(shape, generator=generator, device=device)
 
-    return {"x": normal(2, 3, H) if three_d else normal(5, H), "weight": normal(D, H), "logits": normal(n_masks, D, H)}
-
-
-def hard(logits: Tensor) -> Tensor:
-    return (logits > 0).to(logits.dtype)
-
-
-# --- How masks are made ----------------------------------------------------------------------------------------------
-
-
-class ClippedSign(torch.autograd.Function):
-    """A straight-through estimator with a mask of 1 at logit 0. The pass must keep its custom gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        ctx.save_for_backward(logits)
-        return torch.where(logits >= 0, 1.0, 0.0).to(logits)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (logits,) = ctx.saved_tensors
-        return F.hardtanh(grad) * (logits.abs() < 1)
-
-
-def _passing(mask: Tensor, soft: Tensor) -> Tensor:
-    """A mask whose gradient goes to `soft`."""
-    return mask.to(soft.dtype) + soft - soft.detach()
+    x, weight, scale = normal(*leading, in_features).to(dtype), normal(*of_experts, *sizes), None
+    weight /= max(in_features, 1) ** 0.5
+    if stored.is_dense:
+        weight = weight.to(dtype)
+    elif routing is None:
+        weight, scale = stored.quantize(weight)
+    else:
+        weight, scale = (torch.stack(part) for part in zip(*map(stored.quantize, weight), strict=True))
+    masks = torch.rand(*of_experts, n_masks, *sizes, generator=generator, device=device) < density
+    mask_weights = None
+    if weighted or mask_weights_dtype is not None:
+        mask_weights = torch.rand(*slots, n_masks, generator=generator, device=device)
+        mask_weights = mask_weights.to(mask_weights_dtype or (dtype if routing is None else torch.float32))
+    layer = Layer(x, weight, masks, pack(masks), activation, mask_weights, scale, weight_format, activation_format)
+    if routing is None:
+        return layer
+    layer.expert_ids = route(*leading, top_k, experts, loads, generator).to(index_dtype)
+    x[~layer.has_expert.any(1)] = torch.nan
+    if mask_weights is not None:
+        mask_weights[~layer.has_expert] = torch.nan
+    return layer if routing == "ids" else layer.sorted_by_expert()[0]
 
 
-def _of_negated_logits(logits: Tensor) -> Tensor:
-    logits = logits.clone()
-    mask = hard(logits)
-    logits.mul_(-1)
-    return (mask - logits).detach() + logits
+def make_down(layer: Layer, weight_format: str = "dense", dtype: torch.dtype = torch.float32) -> DownGiven:
+    """Random arguments of `experts_down` for a layer's ids. y and expert weights are NaN in slots without an expert."""
+    ids, stored, (experts, _, d, h) = layer.expert_ids, FORMATS[weight_format], layer.masks.shape
+    assert ids is not None
+    generator = torch.Generator().manual_seed(1)
+    y = torch.randn(*ids.shape, d, generator=generator).to(layer.x.dtype)
+    y[~layer.has_expert] = torch.nan
+    pairs = [stored.quantize(one) for one in torch.randn(experts, h, d, generator=generator) / d**0.5]
+    weight = torch.stack([one for one, _ in pairs])
+    scale = None if stored.is_dense else torch.stack([one for _, one in pairs])  # type: ignore[misc]
+    weight = weight.to(y.dtype) if stored.is_dense else weight
+    expert_weights = torch.rand(ids.shape, generator=generator).to(dtype)
+    expert_weights[~layer.has_expert] = torch.nan
+    return DownGiven(y, weight, ids, expert_weights, scale, weight_format)
 
 
-def _unpacked(logits: Tensor) -> Tensor:
-    """A mask that is packed into bytes of four bits, and unpacked again."""
-    shifts = torch.arange(4, dtype=torch.uint8)
-    packed = ((logits > 0).to(torch.uint8).reshape(D, H // 4, 4) << shifts).sum(-1).to(torch.uint8)
-    return ((packed[..., None] >> shifts) & 1).reshape(D, H).to(logits.dtype)
+def down_oracle(given: DownGiven) -> Tensor:
+    """The float64 result of `experts_down`."""
+    y, weight, ids, expert_weights, scale, name = given
+    result = torch.zeros(len(y), weight.shape[1], dtype=torch.float64, device=y.device)
+    for expert, stored in enumerate(weight):
+        exact = FORMATS[name].dequantize(stored, None if scale is None else scale[expert], torch.float64)
+        tokens, k = (ids == expert).nonzero(as_tuple=True)
+        terms = expert_weights[tokens, k, None].double() * (y[tokens, k].double() @ exact.t())
+        result.index_add_(0, tokens, terms)
+    return result
 
 
-# Functions of one mask's logits that return the mask.
-TRAINED_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "autograd.Function with a gradient of its own": ClippedSign.apply,
-    "not negative": lambda l: _passing(l >= 0, l),
-    "one minus at most zero": lambda l: _passing(1 - (l <= 0).to(l.dtype), l),
-    "the largest of each row": lambda l: _passing(torch.zeros_like(l).scatter(-1, l.topk(3, -1).indices, 1.0), l),
-    "a threshold of each row": lambda l: _passing(l >= l.kthvalue(4, -1, keepdim=True).values, l),
-    "logits that are negated in place": _of_negated_logits,
-}
-FIXED_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
-    "a sigmoid above a half": lambda l: (torch.sigmoid(l) > 0.5).to(l.dtype),
-    "heaviside": lambda l: torch.heaviside(l.detach(), torch.zeros((), dtype=l.dtype)),
-    "a clamped sign": lambda l: l.detach().sign().clamp(min=0),
-    "a sign, which may be -1, without its sign": lambda l: F.softshrink(l.detach(), 0.5).sign().abs(),
-    "a sign with ones for zeros": lambda l: ((2 * hard(l) - 1) + 1) / 2,
-    "the largest of each row, in place": lambda l: torch.zeros_like(l).scatter_(-1, l.topk(3, -1).indices, 1.0),
-    "one-hot rows": lambda l: F.one_hot(l.argmax(-1), H),
-    "a transpose": lambda l: hard(l).mT.contiguous().t(),
-    "bits unpacked by an arange": _unpacked,
-}
+OPS = ("pack_masks", "pack_logits", "unpack_masks", "forward", "forward_ste", "forward_train", "backward")
+OPS_OF_EXPERTS = ("pack_expert_logits", "experts_forward", "experts_down", "experts_down_backward")
+OPS_OF_EXPERTS += ("grouped_forward", "grouped_forward_ste", "grouped_forward_train", "grouped_backward")
 
 
-def _with_mask(make: Callable[[Tensor], Tensor]) -> Layer:
-    return lambda x, weight, logits: sum(gated(x, weight, make(one)) for one in logits)
+def routing_of(op: str) -> str | None:
+    return "offs" if op.startswith("grouped_") else "ids" if "expert" in op else None
 
 
-def packed(logits: Tensor) -> Tensor:
-    """One byte per weight. Bit i is mask i, for at most eight masks."""
-    weights = 2 ** torch.arange(min(len(logits), 8)).view(-1, 1, 1)
-    return ((logits[:8] > 0) * weights).sum(0).to(torch.uint8)
+def arguments_of(op: str, layer: Layer) -> dict[str, Any]:
+    """The arguments of operator `op` for a layer of its routing, by name. The partials of `backward` are random."""
+    generator = torch.Generator().manual_seed(1)
+    x, kind = layer.x, op.removeprefix("grouped_")
+    if op == "pack_masks":
+        return {"masks": layer.masks}
+    if op in ("pack_logits", "pack_expert_logits"):
+        return {"mask_logits": layer.logits}
+    if op == "unpack_masks":
+        return {"packed_masks": layer.packed_masks, "in_features": x.shape[-1]}
+    if "down" in op:
+        down = {key: value for key, value in make_down(layer)._asdict().items() if "weight_" not in key}
+        grad = torch.randn(len(x), layer.masks.shape[-1], generator=generator).to(x.dtype)
+        return down if op == "experts_down" else {"grad_output": grad, **down, "needs": [True, True, True]}
+    if op == "experts_forward":
+        return {key: value for key, value in layer.given._asdict().items() if key != "offs"}
+    masks = {"mask_logits": layer.logits} if kind == "forward_ste" else {"packed_masks": layer.packed_masks}
+    args = {"x": x, "weight": layer.weight, **masks, **({} if layer.offs is None else {"offs": layer.offs})}
+    if kind != "backward":
+        return args | {"activation": layer.activation, "mask_weights": layer.mask_weights}
+    leading, d, n_masks = x.shape[:-1], layer.given.out_features, layer.given.n_masks
+    rows = n_masks + 1 if layer.mask_weights is None else 2 * n_masks + 1
+    grad_output = torch.randn(*leading, d, generator=generator).to(x.dtype)
+    partials = torch.randn(*leading, rows, d, generator=generator).to(x.dtype)
+    mask_weights_dtype = None if layer.mask_weights is None else layer.mask_weights.dtype
+    dtypes = {"logits_dtype": torch.float32, "mask_weights_dtype": mask_weights_dtype}
+    return {"grad_output": grad_output, **args, "partials": partials, "needs": [True, True], **dtypes}
 
 
-# --- Activations -----------------------------------------------------------------------------------------------------
+def naive(
+    x: Tensor, weight: Tensor, masks: Tensor, activation: str = "silu", mask_weights: Tensor | None = None
+) -> Tensor:
+    """The layer that the operators replace: Algorithm 2 of the paper, in the dtype of its arguments."""
+    act = ACTIVATIONS[activation].forward
+    masks = masks if masks.is_floating_point() else masks.to(weight.dtype)
+    result = None
+    for i, mask in enumerate(masks):
+        term = act(F.linear(x, weight * mask)) * F.linear(x, weight * (1 - mask))
+        if mask_weights is not None:
+            term = term * mask_weights[..., i : i + 1]
+        result = term if result is None else result + term
+    return result
 
 
-def with_product(product: Callable[[Tensor, Tensor], Tensor]) -> Layer:
-    """A layer that computes `product(gate, value)` in place of `silu(gate) * value`."""
+def assert_within_condition(result: Tensor, layer: Layer) -> None:
+    """Assert that each element is within the budget, relative to the sum of the absolute values of all terms.
 
-    def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-        masks = map(straight_through, logits)
-        return sum(product(F.linear(x, weight * m), F.linear(x, weight * (1 - m))) for m in masks)
-
-    return layer
-
-
-def with_activation(function: Callable[[Tensor], Tensor]) -> Layer:
-    return with_product(lambda gate, value: function(gate) * value)
-
-
-# Activation of the operator -> products of the activated gate g and the value v, with the activation written by hand.
-BY_HAND: dict[str, tuple[str, ...]] = {
-    "silu": (
-        "g / (1 + torch.exp(-g)) * v",
-        "g * (1 / ((-g).exp() + 1)) * v",
-        "torch.reciprocal(1.0 + torch.exp(-1 * g)) * g * v",
-        "g * g.sigmoid() * v",
-        "v * (g * sigmoid(g))",
-        "g * v * sigmoid(g)",
-        "g * v * sigmoid(v)",
-        "v * g / (1 + torch.exp(-g))",
-        "torch.mul(input=F.silu(input=g), other=v)",
-        "F.silu(g, inplace=True) * v",
-        "silu(dropout(g, 0.0, True)) * v",
-        "dropout(silu(g), p=0.0) * dropout(v, p=0.0)",
-        "silu(dropout(g, training=False)) * torch.dropout(v, 0.5, False)",
-    ),
-    "sigmoid": ("1 / (1 + torch.exp(-g)) * v",),
-    "gelu": (
-        "0.5 * g * (1 + torch.erf(g / 2**0.5)) * v",
-        "g * (torch.erf(g * 0.7071067811865476) + 1.0) / 2 * v",
-        "torch.nn.GELU()(g) * v",
-    ),
-    "gelu_tanh": (
-        "0.5 * g * (1 + torch.tanh(0.7978845608028654 * (g + 0.044715 * torch.pow(g, 3)))) * v",
-        "0.5 * g * (1 + torch.tanh(g * 0.7978845608028654 * (1 + 0.044715 * g * g))) * v",
-    ),
-    "relu": ("F.threshold(g, 0.0, 0.0) * v", "g.relu_() * v"),
-    "relu_squared": ("torch.relu(g) ** 2 * v", "torch.square(torch.relu(g)) * v"),
-    "tanh": ("g.tanh() * v",),
-    "identity": ("torch.neg(-g) * v", "g * v"),
-}
-
-# --- All masks at once -----------------------------------------------------------------------------------------------
-
-# Products of x `[tokens, H]` and a stack of weights, after the dimension of the result that counts the masks.
-STACKS: dict[str, tuple[int, Callable[[Tensor, Tensor], Tensor]]] = STACK_PROJECTIONS | {
-    "matmul of three dimensions": (1, lambda x, w: x[None].unsqueeze(1) @ w.transpose(-1, -2)),
-    "matmul of leading masks": (0, lambda x, w: x[None][None] @ w.mT.unsqueeze(1)),
-}
+    Unlike the relative error of the whole tensor, this bound also holds for single elements in which terms cancel. Rows
+    without an expert must be zeros.
+    """
+    assert result.shape == (*layer.given.leading, layer.given.out_features)
+    assert not result[~layer.has_expert].count_nonzero()
+    for part, where in layer.parts():
+        x, weight = part.exact()
+        total = x.abs() @ weight.abs().T
+        mask_weights = part.mask_weights
+        terms = len(part.masks) if mask_weights is None else mask_weights.double().sum(-1, keepdim=True)
+        limit = BUDGET[result.dtype] * terms * total * (total + 1) + torch.finfo(result.dtype).tiny
+        assert ((result[where].double() - part.oracle()).abs() <= limit).all()
 
 
-def _with_stack(dim: int, project: Callable[[Tensor, Tensor], Tensor]) -> Layer:
-    def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-        m, rows = straight_through(logits), x.reshape(-1, H)
-        return (F.silu(project(rows, weight * m)) * project(rows, weight * (1 - m))).sum(dim)
-
-    return layer
+def leaf(tensor: Tensor | None) -> Tensor | None:
+    """A copy that requires a gradient, with 0 for NaN."""
+    return None if tensor is None else torch.nan_to_num(tensor.detach()).clone().requires_grad_()
 
 
-def stacked(x: Tensor, weight: Tensor, masks: Tensor, complement: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Gates and values `[n_masks, ..., d]`."""
-    both = masks, 1 - masks if complement is None else complement
-    gates, values = (torch.einsum("...h,ndh->n...d", x, factor * weight) for factor in both)
-    return gates, values
+# --- Weights in 8 and 4 bits -----------------------------------------------------------------------------------------
 
 
-def weights(x: Tensor, logits: Tensor) -> Tensor:
-    """Mask weights `[..., n_masks]`."""
-    return torch.softmax(x @ logits[:, 0].mT, -1)
+def forward(*given: Any) -> Tensor:
+    """The result of `mglu::forward` for the fields of a `Given`. The fields for experts are left out or None."""
+    assert all(routing is None for routing in given[8:])
+    return torch.ops.mglu.forward(*given[:8])
 
 
-def fixed_terms(x: Tensor, weight: Tensor, logits: Tensor) -> list[Tensor]:
-    return [gated(x, weight, m, ~m) for m in logits > 0]
+def stored_layer(
+    weight_format: str,
+    dtype: torch.dtype,
+    tokens: int,
+    d: int,
+    h: int,
+    n_masks: int,
+    device: str = "cpu",
+    activation_format: str = "dense",
+) -> tuple[Given, Tensor]:
+    """The arguments of a random layer with mask weights, and its float64 result from the dequantized x and weight."""
+    formats = {"weight_format": weight_format, "activation_format": activation_format}
+    layer = make_layer(
+        (tokens,), h, d, n_masks, dtype=dtype, mask_weights_dtype=torch.float32, seed=tokens + d, **formats
+    )
+    return layer.to(device).given, layer.oracle()
 
 
-def terms(x: Tensor, weight: Tensor, logits: Tensor) -> list[Tensor]:
-    return [gated(x, weight, straight_through(one)) for one in logits]
+def naive_error(given: Given) -> tuple[Tensor, float]:
+    """A layer's float64 result, and the relative error of a naive layer that rounds x to fp8 with scale amax / 448."""
+    x, scale = given.x.double(), given.weight_scale
+    weight = FORMATS[given.weight_format].dequantize(given.weight, scale, torch.float64)
+    masks = unpack(given.packed_masks, given.in_features)
+    exact = reference.forward(x, weight, masks, given.activation, given.mask_weights)
+    scales = x.abs().amax(-1, keepdim=True) / 448
+    rounded = (x / scales).to(torch.float8_e4m3fn).double() * scales
+    naive = reference.forward(rounded, weight, masks, given.activation, given.mask_weights)
+    return exact, relative_error(naive, exact)
 
 
-# --- All layers ------------------------------------------------------------------------------------------------------
+class StoredLayers(nn.Module):
+    """The sum of several layers: one for each quantized weight format that an activation format allows."""
 
-# Layers of x, w and logits l. In training, `TRAINED` layers become `forward_ste`, and `FIXED` layers become `forward`.
-TRAINED = (
-    "sum(gated(x, w, m) for m in Sign.apply(l))",
-    "sum(gated(x, w, m) for m in ste(l).unbind(0))",
-    "g, v = (einsum('...h,ndh->...nd', x, w.unsqueeze(0) * m) for m in (ste(l), 1 - ste(l))); (silu(g) * v).sum(-2)",
-    "(term(*stacked(x, w, ste(l))) * weights(x, l).movedim(-1, 0).unsqueeze(-1)).sum(0)",
-    "sum(weights(x, l)[..., i, None] * one for i, one in enumerate(terms(x, w, l)))",
-    "sum(of_total(x @ w.T, x @ (w * ste(m)).T) for m in l)",
-    "y = torch.empty(*x.shape[:-1], 12, dtype=x.dtype).zero_(); sum(terms(x, w, l), y)",
-    "sum(terms(x, w, l), cat([x, x], -1)[..., :12].sin()) * 2",
-    "cat([x, x], -1)[..., :12] + sum(terms(x, w, l))",
-)
-GATED_LINEAR_UNITS = "sum(F.glu(linear(x, cat([w * ~m, w * m]))) for m in l > 0)"
-FIXED = (
-    "p = packed(l); sum(gated(x, w, ((p >> i) & 1).to(x.dtype)) for i in range(min(len(l), 8)))",
-    "p = packed(l); sum(gated(x, w, ((p & (1 << i)) != 0).to(x.dtype)) for i in range(min(len(l), 8)))",
-    "p = packed(l); sum(gated(x, w, ((p // 2**i) % 2).to(x.dtype)) for i in range(min(len(l), 8)))",
-    "sum(gated(x, w, (l[0] > i / 10).to(w.dtype)) for i in range(len(l)))",
-    "sum(gated(x, w, hard(l)[i, :, :]) for i in range(len(l)))",
-    "g, v = stacked(x, w, l > 0, l <= 0); sum(term(g[i], v[i]) for i in range(len(l)))",
-    "s, m = w.expand(len(l), -1, -1), l > 0; "
-    "term(*(einsum('...h,ndh->n...d', x, s.masked_fill(f, 0)) for f in (~m, m))).sum(0)",
-    "g, v = stacked(x, w, l > 0, l <= 0); r = sigmoid(x @ l[:, 1].mT).movedim(-1, 0); "
-    "(silu(g) * (r.unsqueeze(-1) * v)).sum(0)",
-    GATED_LINEAR_UNITS,
-    "y = torch.zeros(*x.shape[:-1], 12, dtype=x.dtype); y[0] = 3; sum(fixed_terms(x, w, l), y)",
-    "y = w[:, 0] * x.sum(-1, keepdim=True); functools.reduce(operator.iadd, fixed_terms(x, w, l), y)",
-)
+    def __init__(self, in_features: int, out_features: int, n_masks: int, activation_format: str = "dense") -> None:
+        super().__init__()
+        self.activation_format = activation_format
+        self.formats = [name for name in ACTIVATION_FORMATS[activation_format] if not FORMATS[name].is_dense]
+        for name in self.formats:
+            weight, scale = FORMATS[name].quantize(torch.randn(out_features, in_features) / in_features**0.5)
+            self.register_buffer(name, weight)
+            self.register_buffer(f"{name}_scale", scale)
+            self.register_buffer(f"{name}_masks", pack(torch.rand(n_masks, out_features, in_features) < 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        results = []
+        for name in self.formats:
+            weight, scale, masks = (getattr(self, name + suffix) for suffix in ("", "_scale", "_masks"))
+            layer = x, weight, masks, "gelu", None, scale, name, self.activation_format
+            results.append(torch.ops.mglu.forward(*layer))
+        return torch.stack(results).sum(0)
 
 
-def _by_name(function: Layer) -> Layer:
-    """The layer as a function with the arguments x, weight and logits."""
+def every_stored_value(
+    weight_format: str, column: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu", h: int = 32
+) -> tuple[Given, Tensor]:
+    """A layer with one row for each number that a format can store, and its result for one token.
 
-    def layer(x: Tensor, weight: Tensor, logits: Tensor) -> Tensor:
-        return function(x, weight, logits)
+    A row stores its number in `column`, and 1 in the last column, with scale 3. So its gate is 3 times the number, and
+    its value is 3.
+    """
+    chosen = FORMATS[weight_format]
+    octets = torch.arange(16 if chosen.packed == 2 else 256, dtype=torch.uint8)
+    one = torch.ones((), dtype=chosen.dtype).view(torch.uint8)
+    stored = torch.full((len(octets), h), 8 if chosen.packed == 2 else 0, dtype=torch.uint8)
+    stored[:, column], stored[:, -1] = octets, 9 if chosen.packed == 2 else one
+    if chosen.packed == 2:
+        stored, numbers = stored[:, ::2] | stored[:, 1::2] << 4, octets.float() - 8
+    else:
+        assert chosen.dtype is not None
+        stored, numbers = stored.view(chosen.dtype), octets.view(chosen.dtype).float()
+    x, masks = torch.zeros(1, h, dtype=dtype), torch.zeros(1, len(octets), h, dtype=torch.bool)
+    x[:, [column, -1]], masks[:, :, column] = 1, True
+    scale = torch.full(chosen.scale_shape(len(octets), h), 3.0, dtype=chosen.scale_dtype)
+    tensors = (tensor.to(device) for tensor in (x, stored, pack(masks), scale))
+    x, stored, packed, scale = tensors
+    expected = (9 * numbers).to(dtype).to(device)
+    return Given(x, stored, packed, "identity", None, scale, weight_format), expected
 
-    return layer
+
+# --- Memory layouts ---------------------------------------------------------------------------------------------------
+
+LAYOUTS = ("contiguous", "strided", "transposed", "offset", "expanded")
+BAND = 4096
+"""The number of elements before a tensor that `between` returns, and the number after it."""
 
 
-def _of_source(source: str) -> Layer:
-    return _by_name(from_source("x, w, l", source, globals()))
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """A copy in another memory layout. The layout `expanded` repeats the first entry of the first dimension."""
+    if layout == "strided":
+        wide = tensor.new_zeros(*tensor.shape[:-1], 2 * tensor.shape[-1])
+        wide[..., ::2] = tensor
+        return wide[..., ::2]
+    if layout == "transposed" and tensor.dim() > 1:
+        return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "offset":
+        flat = tensor.new_zeros(tensor.numel() + 3)
+        flat[3:] = tensor.flatten()
+        return flat[3:].view(tensor.shape)
+    if layout == "expanded" and tensor.dim() > 1:
+        return tensor[:1].contiguous().expand_as(tensor)
+    return tensor.contiguous()
 
 
-LAYERS: dict[str, tuple[str, str, Layer]] = {
-    **{name: ("forward_ste", "silu", _by_name(_with_mask(make))) for name, make in TRAINED_MASKS.items()},
-    **{f"stack, {name}": ("forward_ste", "silu", _by_name(_with_stack(*stack))) for name, stack in STACKS.items()},
-    **{source: ("forward_ste", "silu", _of_source(source)) for source in TRAINED},
-    **{name: ("forward", "silu", _by_name(_with_mask(make))) for name, make in FIXED_MASKS.items()},
-    **{source: ("forward", "silu", _of_source(source)) for source in FIXED},
-    **{
-        source: ("forward_ste", activation, with_product(from_source("g, v", source, {})))
-        for activation, sources in BY_HAND.items()
-        for source in sources
-    },
-}
-"""Name -> the operator that the layer becomes in training, its activation, and the layer."""
-LAYERS[GATED_LINEAR_UNITS] = ("forward", "sigmoid", LAYERS[GATED_LINEAR_UNITS][2])
+def unaligned(tensor: Tensor, offset: int = 1) -> Tensor:
+    """A contiguous copy that starts `offset` elements past a multiple of 16 bytes."""
+    return tensor.new_empty(tensor.numel() + offset)[offset:].view(tensor.shape).copy_(tensor)
+
+
+def rows_apart(tensor: Tensor, distance: int = 8) -> Tensor:
+    """A copy with `distance` elements between its rows. These elements are NaN or the largest integer."""
+    shape = (*tensor.shape[:-1], tensor.shape[-1] + distance)
+    return tensor.new_full(shape, _poison(tensor))[..., : tensor.shape[-1]].copy_(tensor)
+
+
+def spaced(tensor: Tensor) -> Tensor:
+    """A copy with one element between neighbouring elements. These elements are NaN or the largest integer."""
+    return torch.stack((tensor, torch.full_like(tensor, _poison(tensor))), -1)[..., 0]
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    """A copy whose first two dimensions are swapped in memory."""
+    return tensor.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def mask_major(tensor: Tensor) -> Tensor:
+    """A copy of packed masks whose last dimension, the masks, is outermost in memory."""
+    return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
+
+
+def between(tensor: Tensor, fill: float) -> Tensor:
+    """A contiguous copy with `BAND` elements of `fill` before and after it."""
+    storage = tensor.new_full((tensor.numel() + 2 * BAND,), fill)
+    return storage[BAND:-BAND].view(tensor.shape).copy_(tensor)
+
+
+def bands_of(tensor: Tensor) -> Tensor:
+    """The bands around a tensor that `between` returned."""
+    storage = tensor.as_strided((tensor.numel() + 2 * BAND,), (1,), tensor.storage_offset() - BAND)
+    return torch.cat((storage[:BAND], storage[-BAND:]))
+
+
+def _poison(tensor: Tensor) -> float:
+    if tensor.is_floating_point():
+        return float("nan")
+    return 1 if tensor.dtype is torch.bool else torch.iinfo(tensor.dtype).max
+
+
+# --- Strategies -----------------------------------------------------------------------------------------------------
+
+n_masks = st.integers(1, 16)
+in_features = st.one_of(st.integers(1, 40), st.sampled_from([8, 16, 24, 64, 150]))
+out_features = st.one_of(st.integers(1, 12), st.integers(1, 140))
+leading = st.lists(st.integers(1, 4), min_size=0, max_size=3).map(tuple)
+layouts = st.sampled_from(LAYOUTS)
+seeds = st.integers(0, 2**16)
+
+
+def examples(count: int) -> settings:
+    """Hypothesis settings: `count` examples in a full run. Other profiles scale this number (conftest.py)."""
+    full_run = settings.get_profile("ci").max_examples
+    return settings(max_examples=max(1, count * settings.default.max_examples // full_run))
+
+
+@st.composite
+def layers(
+    draw: st.DrawFn,
+    routing: str | None = None,
+    *,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+    activation: str | None = None,
+    weight_format: str = "dense",
+) -> Layer:
+    """Draw layers of various sizes, memory layouts, dtypes, activations and formats, and with any loads of experts.
+
+    Only dense layers without experts also have any density of masks, and equal rows.
+    """
+    is_plain = routing is None and weight_format == "dense"
+    packed, dtype = FORMATS[weight_format].packed, draw(st.sampled_from(dtypes))
+    formats = [name for name, weights in ACTIVATION_FORMATS.items() if weight_format in weights]
+    layer = make_layer(
+        draw(leading if routing is None else st.tuples(st.integers(0, 40))),
+        packed * -(-draw(in_features) // packed),
+        draw(out_features),
+        draw(n_masks),
+        routing=routing,
+        experts=draw(st.integers(1, 9)),
+        top_k=draw(st.integers(1, 4)),
+        loads=draw(st.sampled_from(LOADS)),
+        index_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
+        activation=activation or draw(st.sampled_from(ACTIVATION_NAMES)),
+        dtype=dtype,
+        density=draw(st.sampled_from([0.5, 0.0, 0.1, 0.9, 1.0])) if is_plain else 0.5,
+        weighted=draw(st.booleans()),
+        weight_format=weight_format,
+        activation_format="dense" if dtype is torch.float64 else draw(st.sampled_from(formats)),
+        seed=draw(seeds),
+    )
+    choices = layouts if is_plain else st.sampled_from(LAYOUTS[:-1])  # expanding changes values
+    moved = {name: laid_out(getattr(layer, name), draw(choices)) for name in ("x", "weight", "packed_masks")}
+    if layer.mask_weights is not None and routing is None:
+        moved["mask_weights"] = laid_out(layer.mask_weights, draw(layouts))
+    if routing is None:
+        moved["masks"] = torch.ops.mglu.unpack_masks(moved["packed_masks"], layer.x.shape[-1])
+    return layer.with_(**moved)

@@ -14,15 +14,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from backend_calls import unsupported
-from families import quick_cases, quick_only_for
-from stored_weights import stored_layer
 
 from mglu_ops.backends import BACKENDS
 from mglu_ops.backends import triton as backend
 from mglu_ops.backends.triton.configs import MatmulConfig, MatvecConfig, choose
 from mglu_ops.call import Call
 from mglu_ops.masks import pack
+from tests.support.calls import unsupported
+from tests.support.families import quick_cases, quick_only_for
+from tests.support.layers import stored_layer
 
 REPOSITORY = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(not backend.is_installed(), reason="triton is not installed")

@@ -9,26 +9,40 @@ from itertools import pairwise
 
 import pytest
 import torch
-from backend_calls import run_on, unsupported
-from budgets import assert_matches
-from expert_layers import ROUTINGS, down_oracle, make_down, make_experts, sorted_rows
-from expert_training import ExpertLayer, assert_as_good_as_naive
 from hypothesis import given
-from memory_layouts import mask_major, rows_apart, spaced, transposed, unaligned
-from not_finite import assert_right_or_not_finite
-from outliers import assert_loses_no_more_than_naive, outlier_layers, slack_of_differences
-from stored_weights import every_stored_value
-from strategies import Layer, examples
 from torch import Tensor
 
 from mglu_ops.activations import ACTIVATIONS
-from mglu_ops.backends import BACKENDS, reference
+from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.triton import experts
 from mglu_ops.backends.triton.grouped import grouped_products, products_over_rows
 from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
-from mglu_ops.given import BackwardGiven, Given
 from mglu_ops.masks import pack
+from tests.support import reference
+from tests.support.budgets import assert_matches
+from tests.support.calls import run_on, unsupported
+from tests.support.hard_values import (
+    assert_loses_no_more_than_naive,
+    assert_right_or_not_finite,
+    outlier_layers,
+    slack_of_differences,
+)
+from tests.support.layers import (
+    LOADS,
+    Layer,
+    down_oracle,
+    every_stored_value,
+    examples,
+    make_down,
+    make_layer,
+    mask_major,
+    rows_apart,
+    spaced,
+    transposed,
+    unaligned,
+)
+from tests.support.training_steps import TrainingLayer, assert_as_good_as_naive, take_step
 
 Layout = Callable[[Tensor], Tensor]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -150,32 +164,23 @@ def test_empty_gate_or_value_is_exactly_zero(fill: bool) -> None:
     assert torch.equal(run_on("triton", x, weight, packed, "identity", None), torch.zeros(1, 3).half())
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("loads", LOADS)
 @pytest.mark.parametrize(
     ("dtype", "n_masks", "weight_format"),
     [(torch.bfloat16, 1, "dense"), (torch.float16, 3, "fp8_row"), (torch.float32, 2, "dense"),
      (torch.bfloat16, 4, "int4_group"), (torch.float32, 5, "int8_row")],
 )  # fmt: skip
-def test_experts(dtype: torch.dtype, n_masks: int, weight_format: str, routing: str) -> None:
+def test_experts(dtype: torch.dtype, n_masks: int, weight_format: str, loads: str) -> None:
     """The operators of inference, with ids and with sorted rows, and the down projection."""
     for tokens in (1, 30):
-        layer = make_experts(
-            tokens,
-            2,
-            5,
-            40,
-            64,
-            n_masks,
-            routing=routing,
-            dtype=dtype,
-            weighted=tokens > 1,
-            weight_format=weight_format,
+        options = {"loads": loads, "dtype": dtype, "weighted": tokens > 1, "weight_format": weight_format}
+        layer = make_layer((tokens,), 40, 64, n_masks, routing="ids", experts=5, **options)
+        (rows, pairs), down = layer.sorted_by_expert(), make_down(layer, weight_format)
+        result, grouped = (
+            BACKENDS["triton"].prepare("forward", Call.of(one.given))(one.given.in_rows()) for one in (layer, rows)
         )
-        (rows, pairs), down = sorted_rows(layer), make_down(layer, weight_format)
-        result = BACKENDS["triton"].prepare("forward", Call.of(layer.given))(layer.given.in_rows())
         assert_matches(result, layer.oracle())
         assert not result[~layer.has_expert].count_nonzero()
-        grouped = BACKENDS["triton"].prepare("forward", Call.of(rows))(rows.in_rows())
         assert torch.equal(grouped, result.flatten(0, 1)[pairs])
         second = BACKENDS["triton"].prepare("down", Call.of_down(down))(down.in_rows())
         assert_matches(second, down_oracle(down))
@@ -190,7 +195,7 @@ def test_experts(dtype: torch.dtype, n_masks: int, weight_format: str, routing: 
 def test_products_of_experts(loads: list[int], d: int, h: int, dtype: torch.dtype) -> None:
     """Covers all products of a training step. Rows without an expert are NaN, and their results must not be written."""
     torch.manual_seed(0)
-    layer = ExpertLayer.random("cpu", dtype, loads, d, h, 1, unowned=7)
+    layer = TrainingLayer.of_experts("cpu", dtype, loads, d, h, 1, unowned=7)
     x, grad, weight, offs = layer.x, layer.grad_output, layer.weight, layer.offs
     spaced_grad = torch.cat((grad, grad.new_full((len(grad), 8), float("nan"))), 1)[:, :d]
     forward, back = (torch.full_like(tensor, 3, dtype=torch.float32) for tensor in (grad, x))
@@ -216,19 +221,13 @@ def test_products_of_experts(loads: list[int], d: int, h: int, dtype: torch.dtyp
 def test_a_training_step_of_experts(n_masks: int, density: float, dtype: torch.dtype) -> None:
     """`triton.experts` computes every product of a step with `grouped_products` or `products_over_rows`."""
     torch.manual_seed(0)
-    layer = ExpertLayer.random(
+    layer = TrainingLayer.of_experts(
         "cpu", dtype, [33, 0, 20], 50, 77, n_masks, unowned=5, density=density, mask_weights_dtype=torch.float32
     )
 
-    def step(needs: tuple[bool, ...] = (True,) * 4) -> dict[str, Tensor]:
-        return layer.step(
-            lambda *operands: experts.forward_train(Given.of_offs(*operands)),
-            lambda *arguments: experts.backward(BackwardGiven.of_offs(*arguments)),
-            needs,
-        )
-
-    found = step()
+    found = take_step(layer, experts.forward_train, experts.backward)
     assert_as_good_as_naive(found, layer, 2.5)
     for needed in range(4):
-        for name, tensor in step(tuple(i == needed for i in range(4))).items():
+        needs = tuple(i == needed for i in range(4))
+        for name, tensor in take_step(layer, experts.forward_train, experts.backward, needs).items():
             torch.testing.assert_close(tensor, found[name])

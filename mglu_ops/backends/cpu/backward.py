@@ -8,7 +8,7 @@ element of dx and of D_i is the result of one GEMM, and is rounded once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ...call import Call
 from ...given import BackwardGiven
+from ...masks import n_masks_of
 from .. import gradients
 from ..base import Reason
 from ..gradients import Part, Steps
-from . import backward_steps as steps
-from .library import Library, load
+from ..parameters import addresses
+from .library import DTYPES, Library, load, packer
 
 _CHUNK_ELEMENTS = 1 << 24
 """The most elements of a chunk (32 MB), which holds either dt and all b_i, or D_0 and all D_i. In smaller chunks, GEMMs
@@ -59,17 +60,26 @@ class Backward:
             weight=_with_contiguous_columns(given.weight),
             packed_masks=given.packed_masks.contiguous(),
         )
-        return gradients.backward(_Steps(self._library), given)
+        return gradients.backward(CpuSteps(self._library), given)
 
 
-class _Steps(Steps):
-    """The steps of a layer. The dt and b_i of all parts have the same memory."""
+class CpuSteps(Steps):
+    """The steps of a layer. The elementwise ones are in C++ (csrc/cpu/backward.h), each one pass over memory.
+
+    The elements of a row are contiguous, and rows may have any stride. Packed masks and results are contiguous. The dt
+    and b_i of all parts have the same memory.
+    """
 
     logits_dtypes: ClassVar[Collection[torch.dtype]] = (torch.bfloat16,)
 
     def __init__(self, library: Library) -> None:
         self._library = library
         self._memory = torch.empty(0, dtype=torch.bfloat16)
+
+    def _run(self, name: str, tensors: Mapping[str, Tensor | None], **integers: int) -> None:
+        """Run a step. Its struct in csrc/cpu/backward.h has the step's name in camel case."""
+        pack = packer(name.title().replace("_", ""), integers, "backward.h")
+        self._library.run_step(name, pack(addresses(**tensors)))
 
     def parts(self, entries: int, tokens: int, out_features: int, in_features: int) -> Sequence[Part]:
         of_x = _chunks(tokens, entries * out_features)
@@ -86,11 +96,23 @@ class _Steps(Steps):
         if self._memory.numel() < partials.numel():
             self._memory = partials.new_empty(partials.numel())
         out = self._memory[: partials.numel()].view(partials.shape)
-        steps.scale(self._library, grad_output, partials, out)
+        self._run(
+            "scale",
+            {"grad_output": grad_output, "partials": partials, "out": out},
+            **dict(zip(("tokens", "entries", "columns"), partials.shape, strict=True)),
+            grad_stride=grad_output.stride(0),
+            partials_stride=partials.stride(0),
+            entry_stride=partials.stride(1),
+        )
         return out
 
     def flip_signs(self, weight: Tensor, packed_masks: Tensor) -> Tensor:
-        return steps.flip_signs(self._library, weight, packed_masks)
+        n_masks, (d, h) = n_masks_of(packed_masks), weight.shape
+        flipped = weight.new_empty(n_masks + 1, d, h)
+        tensors = {"weight": weight, "packed_masks": packed_masks, "out": flipped}
+        sizes = {"n_masks": n_masks, "out_features": d, "in_features": h}
+        self._run("flip_signs", tensors, **sizes, weight_stride=weight.stride(0))
+        return flipped
 
     def wide_product(self, a: Tensor, b: Tensor) -> Tensor:
         return torch.mm(a.float(), b.float())
@@ -104,10 +126,36 @@ class _Steps(Steps):
         grad_weight: Tensor | None,
         grad_logits: Tensor | None,
     ) -> None:
-        steps.weight_gradients(self._library, total, products, weight, packed_masks, grad_weight, grad_logits)
+        """Write dW from D_0, which may be in float32, and the D_i, and dlogits, whose matrices may lie apart."""
+        tensors = {
+            "total": total,
+            "products": products,
+            "weight": weight,
+            "packed_masks": packed_masks,
+            "grad_weight": grad_weight,
+            "grad_logits": grad_logits,
+        }
+        self._run(
+            "weight_gradients",
+            tensors,
+            **dict(zip(("n_masks", "out_features", "in_features"), products.shape, strict=True)),
+            weight_stride=weight.stride(0),
+            logits_stride=0 if grad_logits is None else grad_logits.stride(0),
+            total_dtype=DTYPES[torch.float32 if total is None else total.dtype],
+            logits_dtype=DTYPES[torch.float32 if grad_logits is None else grad_logits.dtype],
+        )
 
-    def mask_weight_gradients(self, grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
-        return steps.mask_weight_gradients(self._library, grad_output, terms)
+    def mask_weight_gradients(self, grad_output: Tensor, terms: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        sums = terms.new_empty(terms.shape[:2], dtype=torch.float32)
+        self._run(
+            "mask_weight_gradients",
+            {"grad_output": grad_output, "terms": terms, "out": sums},
+            **dict(zip(("tokens", "n_masks", "columns"), terms.shape, strict=True)),
+            grad_stride=grad_output.stride(0),
+            terms_stride=terms.stride(0),
+            mask_stride=terms.stride(1),
+        )
+        return sums
 
 
 def _with_contiguous_columns(matrix: Tensor) -> Tensor:

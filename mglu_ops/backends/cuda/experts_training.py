@@ -154,11 +154,17 @@ def backward(given: BackwardGiven) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return found
     grad_x, grad_weight, grad_logits, grad_mask_weights = found
     return (
-        grad_x[:, :h].contiguous() if grad_x.numel() else grad_x,
-        grad_weight[:, :d, :h].contiguous() if grad_weight.numel() else grad_weight,
-        grad_logits[:, :, :d, :h].contiguous() if grad_logits.numel() else grad_logits,
+        _cropped(grad_x, rows, h),
+        _cropped(grad_weight, d, h),
+        _cropped(grad_logits, d, h),
         grad_mask_weights,
     )
+
+
+def _cropped(padded: Tensor, d: int, h: int) -> Tensor:
+    """Copy the first d rows and h columns of each matrix, unless they are all, or the tensor is empty."""
+    is_whole = padded.shape[-2:] == (d, h) or not padded.numel()
+    return padded if is_whole else padded[..., :d, :h].clone(memory_format=torch.contiguous_format)
 
 
 class _Steps(LayerSteps):

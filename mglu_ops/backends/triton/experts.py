@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ...formats import FORMATS
 from ...given import BackwardGiven, DownGiven, Given
-from ...routing import inverse_of, sort_pairs
-from .. import experts_down, formula
-from ..experts_down import sum_in_order
+from ...routing import GatherRows, SortedRows
+from .. import formula
+from ..experts_down import gradients_of_rows, sum_in_order
 from ..formula import Products, operand_dtype
 
 _LIBRARY_ARCHITECTURES = (9, 10)
@@ -91,9 +91,9 @@ def forward(given: Given) -> Tensor:
         return _in_sorted_rows(given)
     ids, weights = given.expert_ids, given.mask_weights
     assert ids is not None
-    pairs, offs = sort_pairs(ids, given.weight.shape[0])
-    x, weights = given.x[pairs // ids.shape[1]], None if weights is None else weights[pairs]
-    return _in_sorted_rows(given._replace(x=x, mask_weights=weights, expert_ids=None, offs=offs))[inverse_of(pairs)]
+    rows = SortedRows(ids, given.weight.shape[0], GatherRows.forward)
+    x, weights = rows.of_tokens(given.x), None if weights is None else rows.of_pairs(weights)
+    return rows.put_back(_in_sorted_rows(given._replace(x=x, mask_weights=weights, expert_ids=None, offs=rows.offs)))
 
 
 def _in_sorted_rows(given: Given) -> Tensor:
@@ -110,17 +110,38 @@ def down(given: DownGiven) -> Tensor:
     (tokens, top_k, _), (experts, out_features, _) = y.shape, weight.shape
     if not tokens or not out_features:
         return y.new_zeros(tokens, out_features)
-    pairs, offs = sort_pairs(ids, experts)
-    products = GroupedProducts(offs, tokens * top_k)
+    rows = SortedRows(ids, experts, GatherRows.forward)
+    products = GroupedProducts(rows.offs, tokens * top_k)
     weight = FORMATS[weight_format].dequantize(weight, scale, operand_dtype(y))
-    terms = products.project(y.flatten(0, 1)[pairs].to(weight.dtype), weight)
-    terms.mul_(expert_weights.view(-1, 1)[pairs]).masked_fill_(products.has_no_expert[:, None], 0)
-    return sum_in_order(terms[inverse_of(pairs)].view(tokens, top_k, out_features)).to(y.dtype)
+    terms = products.project(rows.of_pairs(y.flatten(0, 1)).to(weight.dtype), weight)
+    terms.mul_(rows.of_pairs(expert_weights.view(-1, 1))).masked_fill_(products.has_no_expert[:, None], 0)
+    return sum_in_order(rows.put_back(terms).view(tokens, top_k, out_features)).to(y.dtype)
 
 
 def down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
     """Run `mglu::experts_down_backward`."""
-    return experts_down.backward(product, grad_output, given._replace(weight=given.weight.contiguous()), needs)
+    y, weight, ids, expert_weights, *_ = given
+    if not (y.numel() and weight.numel()):
+        tensors = zip((y, weight, expert_weights), needs, strict=True)
+        return tuple(one.new_zeros(one.shape if needed else 0) for one, needed in tensors)  # type: ignore[return-value]
+    rows = SortedRows(ids, weight.shape[0], GatherRows.forward)
+    factors = rows.of_pairs(expert_weights.view(-1, 1)).float()
+    of_y, of_weight, of_factors = gradients_of_rows(
+        lambda a, b: product(a, b.contiguous(), rows.offs),
+        rows.of_tokens(grad_output),
+        rows.of_pairs(y.flatten(0, 1)),
+        weight,
+        factors,
+        needs,
+    )
+    has_expert = (torch.arange(ids.numel(), device=y.device) < rows.offs[-1])[:, None]
+
+    def put_back(grad: Tensor | None, like: Tensor) -> Tensor:
+        if grad is None:
+            return like.new_empty(0)
+        return rows.put_back(torch.where(has_expert, grad, 0)).view(like.shape).to(like.dtype)  # others are undefined
+
+    return put_back(of_y, y), y.new_empty(0) if of_weight is None else of_weight, put_back(of_factors, expert_weights)
 
 
 # --- Grouped products ------------------------------------------------------------------------------------------------

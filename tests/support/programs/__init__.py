@@ -1,0 +1,1 @@
+"""Programs for the fusion pass: right ones, wrong ones and random ones, and how their results are judged."""
