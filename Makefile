@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: $(VENV)/.ready
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo.py $(DEMO_ARGS)
 
-# The checks for every change: 4 to 5 minutes on 2 idle cores, and 7 to 8 in a fresh clone.
+# The checks for every change: about 4 minutes on 2 idle cores, and 7 to 8 in a fresh clone.
 test: lint types unit
 
 # All that can be checked without a GPU, as continuous integration does.

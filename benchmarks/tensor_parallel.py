@@ -285,9 +285,11 @@ def main() -> None:
             write(rows, options.out, "tensor_parallel", f"{dist.get_backend()}, {ranks.mesh.size()} ranks; {PROTOCOL}")
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
-    dist.barrier()  # lets gloo's threads drop their tensors before Python ends (pytorch issue 190489)
+    dist.barrier()
     dist.destroy_process_group()
-    raise SystemExit(any(row.is_wrong for row in rows))
+    # The process must end before Python tears down its interpreter: a thread of gloo that drops the last reference to a
+    # tensor meanwhile aborts the process (pytorch issue 190489).
+    os._exit(any(row.is_wrong for row in rows))
 
 
 if __name__ == "__main__":

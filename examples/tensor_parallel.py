@@ -92,8 +92,12 @@ def main() -> None:
     error = ((frozen - learned).norm() / learned.norm()).item()
     say(f"frozen: {layer.packed_masks.to_local().nbytes} bytes of masks on each rank, results differ by {error:.1e}")
     say(f"done in {time.perf_counter() - begin:.1f} s")
-    dist.barrier()  # lets gloo's threads drop their tensors before Python ends (pytorch issue 190489)
+    dist.barrier()
     dist.destroy_process_group()
+    if mesh.device_type == "cpu":
+        # The process must end before Python tears down its interpreter: a thread of gloo that drops the last reference
+        # to a tensor meanwhile aborts the process (pytorch issue 190489).
+        os._exit(0)
 
 
 if __name__ == "__main__":

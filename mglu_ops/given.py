@@ -282,7 +282,7 @@ def options_of(given: Given | SteGiven) -> tuple[Any, ...]:
 
 def schema_of_options(arguments: type[Given | SteGiven | DownGiven]) -> str:
     """Return the part of a schema that declares the arguments with defaults, in torch's notation."""
-    types, hints = {Tensor | None: "Tensor?", str: "str", float: "float"}, get_type_hints(arguments)
+    types, hints = {Tensor | None: "Tensor?", str: "str"}, get_type_hints(arguments)
     defaults = {name: arguments._field_defaults[name] for name in _OPTIONS[arguments]}
     texts = {name: "None" if value is None else json.dumps(value) for name, value in defaults.items()}
     return ", ".join(f"{types[hints[name]]} {name}={text}" for name, text in texts.items())
