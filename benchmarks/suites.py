@@ -85,7 +85,10 @@ SUITES = {
     **_sweep("sustained", "one token, bfloat16, under sustained load: our kernels, and SwiGLU in all its forms"),
     **_sweep("tokens", "1 to 8192 tokens: our kernels against the floor"),
     **_sweep("routes", "1 to 8192 tokens: the dispatch against every other backend, the naive layer and SwiGLU"),
-    **_sweep("formats", "1 to 16 tokens, bfloat16, weights in 8 and 4 bits: our kernels, and SwiGLU with such weights"),
+    **_sweep(
+        "formats",
+        "1 to 16 tokens, bfloat16, weights in 8 and 4 bits: our kernels, SwiGLU of torch, and of vLLM if it is",
+    ),
     **_sweep("models", "one token, bfloat16: the layers of current models"),
     "activations": _measuring(
         "1 to 8192 tokens, x and weights in fp8: our kernels, and the library's products", activations.RESULT
@@ -94,7 +97,9 @@ SUITES = {
         "experts", "1 to 1024 tokens through experts, first half, bfloat16: our operator, and SwiGLU in its forms"
     ),
     **_sweep("experts_fp8", "the same with weights in fp8"),
+    **_sweep("experts_int4", "the same with weights in 4 bits; SwiGLU only in vLLM's kernels"),
     **_sweep("experts_layer", "the same in bfloat16 with the second half: time and launches"),
+    **_sweep("experts_layer_fp8", "the same with the weights of both halves in fp8"),
     "decode_model": _measuring(
         "tokens a second of a whole model, with SwiGLU and with SwiMGLU", decode_model.IN_BFLOAT16
     ),

@@ -155,7 +155,7 @@ def activations(rows: pd.DataFrame) -> Iterator[str]:
         yield grid(f"tokens, {layer}", in_order(here, ["tokens", "case"], "n_masks", here.cell))
 
 
-@table("experts", "experts_fp8", "experts_layer")
+@table("experts", "experts_fp8", "experts_int4", "experts_layer", "experts_layer_fp8")
 def experts(rows: pd.DataFrame) -> Iterator[str]:
     """Layers of experts, with a line for each number of tokens.
 
