@@ -8,7 +8,10 @@ tests/serving has the plugin's other tests, on CPUs. The file takes 5 minutes in
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed on every machine with 
 pytest.importorskip("mglu_ops.transformers")
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.commands import ROOT
 from tests.support.vllm_engines import (
     BY_EXPERTS,
     TRANSFORMERS_BACKEND,
@@ -152,6 +156,27 @@ def test_the_transformers_backend(tmp_path: Path) -> None:
     save("llama", tmp_path / "model", learnable_masks=False)
     answered = answers(start(tmp_path / "model", CALLS, {**ENGINE, **TRANSFORMERS_BACKEND}))
     check(tmp_path / "model", CALLS, answered)
+
+
+def test_the_example_serves_what_it_has_trained(tmp_path: Path) -> None:
+    """The example runs train_trainer.py with fewer steps than it would, and asks vLLM's HTTP server."""
+
+    def run_example(name: str, *arguments: str) -> str:
+        command = [sys.executable, str(ROOT / "examples" / name), *arguments]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        process = subprocess.run(
+            command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300
+        )
+        assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+        return process.stdout
+
+    run_example("train_trainer.py", "--steps", "40", "--bytes", "200000")
+    prompt, options = "    def __init__(self", ["--steps", "20"]
+    served = run_example("serve_vllm.py", *options).split(f"\n{prompt}")[1]
+    generated = run_example("serve_generate.py", *options).split(f"\n{prompt}")[1]
+    # Both take the most probable token in bfloat16, and part ways where two of them tie.
+    assert len(served.encode()) >= 20
+    assert served[:5] == generated[:5]
 
 
 PLAIN = """
