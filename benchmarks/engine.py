@@ -27,7 +27,7 @@ from mglu_ops.formats import get_format
 PROMPT, NEW_TOKENS = 16, 128
 """Tokens of a prompt before decoding, and steps that are timed."""
 PROMPTS = (8, 1024)
-"""Number and length of the prompts of `prompts`, which are one step."""
+"""Number and length of the prompts of `prompts`, for which one step has room."""
 REQUESTS, PROMPT_RANGE, NEW_RANGE = 64, (128, 1024), (16, 256)
 """Number of requests of the mixed load, and the ranges of their prompts and of their new tokens."""
 ENGINE: dict[str, Any] = {

@@ -7,7 +7,7 @@ same for every variant. The weights are random. A start measures
 
 - decode: prompts of 16 tokens and then 128 steps, for each number of sequences; the time of a step is the time of the
   call without the time of a call for one token
-- prompts: one step with 8 prompts of 1024 tokens each
+- prompts: 8 prompts of 1024 tokens each, for which a step has room; vLLM may begin with those that arrive first
 - mixed: 64 requests at once, with prompts of 128 to 1024 tokens and with 16 to 256 new tokens
 - start: the call of `LLM`; `cached` if an earlier start of the variant has left its compiled code in `--cache`
 
