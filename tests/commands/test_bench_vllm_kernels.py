@@ -165,3 +165,10 @@ def test_the_fastest_swiglu_may_be_one_of_vllm(tmp_path: Path) -> None:
     missing = row("SwiGLU vLLM", float("nan"), case="fp8_row", extra={"left_out": "vLLM is not installed"})
     assert "| 20.0 | 10.0, 0.50, 2.00x |" in rows(torch_only, missing)
     assert "| 15.0 | 10.0, 0.50, 1.50x |" in rows(torch_only, row("SwiGLU vLLM Marlin", 15.0, case="fp8_row"))
+
+
+def test_experts_that_no_kernel_of_vllm_takes_have_no_ratio(tmp_path: Path) -> None:
+    pytest.importorskip("pandas", reason="the tables need pandas")
+    refused = row("SwiGLU vLLM Marlin", float("nan"), 0, case="gpt-oss-20b", extra={"left_out": "refused"})
+    write([row("mglu", 10.0, case="gpt-oss-20b", extra={"experts_in_use": 4.0}), refused], tmp_path, "experts_int4", "")
+    assert pages.TABLES["experts_int4"](tmp_path).splitlines()[-1] == "| 1 | 4 |  | 10.0, 2.00x |"
