@@ -160,7 +160,7 @@ def test_the_transformers_backend(tmp_path: Path) -> None:
 
 
 def test_the_example_serves_what_it_has_trained(tmp_path: Path) -> None:
-    """The example runs train_trainer.py with fewer steps than it would, and asks vLLM's HTTP server."""
+    """One command trains a model and asks vLLM's HTTP server; another one generates with Transformers."""
 
     def run_example(name: str, *arguments: str) -> str:
         command = [sys.executable, str(ROOT / "examples" / name), *arguments]
@@ -173,12 +173,11 @@ def test_the_example_serves_what_it_has_trained(tmp_path: Path) -> None:
         assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
         return process.stdout
 
-    run_example("train_trainer.py", "--steps", "40", "--bytes", "200000")
     prompt, options = "    def __init__(self", ["--steps", "20"]
     served = run_example("serve_vllm.py", *options).split(f"\n{prompt}")[1]
     generated = run_example("serve_generate.py", *options).split(f"\n{prompt}")[1]
     # Both take the most probable token in bfloat16, and part ways where two of them tie.
-    assert len(served.encode()) >= 20
+    assert len(set(served)) > 3
     assert served[:5] == generated[:5]
 
 
