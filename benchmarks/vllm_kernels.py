@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.layers import ExpertLayers, Layers
+from benchmarks.records import version
 from benchmarks.timing import Variant
 from mglu_ops.formats import WeightFormat
 
@@ -219,7 +220,7 @@ def _variant(
             calls.extend([prepare(one) for one in range(layers)])
         return calls[i]()
 
-    return Variant(f"{VLLM} {name}", run, layers, oracle)
+    return Variant(f"{VLLM} {name}", run, layers, oracle, {"vllm": version("vllm")})
 
 
 def swiglu_variants(layers: Layers) -> Iterator[Variant]:

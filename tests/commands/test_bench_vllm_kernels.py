@@ -141,15 +141,16 @@ def test_marlin_needs_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         vllm_kernels.to_marlin(FORMATS["int4_group"], stored[None], scale[None], torch.bfloat16)
 
 
-def test_a_variant_prepares_its_layers_once() -> None:
+def test_a_variant_prepares_its_layers_once(monkeypatch: pytest.MonkeyPatch) -> None:
     prepared: list[int] = []
 
     def prepare(i: int) -> Any:
         prepared.append(i)
         return lambda: torch.tensor(i)
 
+    monkeypatch.setattr(vllm_kernels, "version", lambda name: f"0.26.0 of {name}")
     variant = vllm_kernels._variant("some", 3, prepare, lambda i: torch.tensor(i))
-    assert prepared == []
+    assert (variant.name, variant.extra, prepared) == ("SwiGLU vLLM some", {"vllm": "0.26.0 of vllm"}, [])
     assert [int(variant.run(i)) for i in (2, 0, 2)] == [2, 0, 2]  # type: ignore[arg-type]
     assert prepared == [0, 1, 2]
 
