@@ -1,7 +1,7 @@
 """SwiGLU in vLLM's own kernels, on the weights of the other variants: what vLLM runs for a model without masks.
 
-A layer is one product with the gate's and the value's weights in one matrix, and then the kernel `silu_and_mul`.
-`fused_experts` (Triton) and `cutlass_scaled_mm` multiply in fp8 and round their inputs to fp8 with one scale per row.
+A layer is one product with the gate's and the value's weights in one matrix, and then the kernel `silu_and_mul`. With
+weights in fp8, `fused_experts` (Triton) and `cutlass_scaled_mm` round their inputs to fp8 too, with one scale per row.
 Marlin decodes stored weights and multiplies in x's dtype. Written for vLLM 0.26.
 
 A variant converts its weights to vLLM's layout in its first call. Importing vLLM lets Inductor compile with one thread
