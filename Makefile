@@ -1,10 +1,11 @@
-# `make demo` and `make test` create .venv with all they need; the gpu targets use the python3 that is installed.
+# `make demo` and `make test` create .venv with all they need; serve and the gpu targets use the python3 that is installed.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+SERVE_ARGS ?=
 TORCH ?= 2.11.0
 OTHER := .venv-torch-$(TORCH)
 GPU_ENV := MGLU_REQUIRE_GPU=1
@@ -15,10 +16,14 @@ GPU_JOBS ?= $(shell nvidia-smi --query-gpu=memory.free --format=csv,noheader,nou
 # Tests start many Python processes, which would each compile the same modules and assertions again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-long lint types unit unit-long test-torch dist gpu-install gpu-test gpu-sanitize gpu-bench clean
+.PHONY: demo serve test test-all test-long lint types unit unit-long test-torch dist gpu-install gpu-test gpu-sanitize gpu-bench clean
 
 demo: $(VENV)/.ready
 	OMP_WAIT_POLICY=passive $(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+# Trains a small model and asks vLLM's server for an answer, with the python3 and the vLLM that are installed.
+serve: gpu-install
+	$(PYTHON) examples/serve_vllm.py $(SERVE_ARGS)
 
 # The checks for every change: about 4 minutes on 2 idle cores, and 7 to 8 in a fresh clone.
 test: lint types unit

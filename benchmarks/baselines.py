@@ -244,8 +244,9 @@ def quantized_swiglu_variants(layers: Layers) -> list[Variant]:
 # --- Experts ----------------------------------------------------------------------------------------------------------
 
 # All forms of SwiGLU's experts take x `[T, h]`, `both` `[E, 2 d, h]`, its scales `[E, 2 d]` or None, the chosen experts
-# `ids` `[T, K]`, the weights `down` `[E, h, d]` of down projections or None, and the chosen experts' weights `[T, K]`.
-# They return the gated projections `[T K, d]` or, with down projections, the whole layer `[T, h]`.
+# `ids` `[T, K]`, the weights `down` `[E, h, d]` of down projections with scales `[E, h]`, or None for either, and the
+# chosen experts' weights `[T, K]`. They return the gated projections `[T K, d]` or, with down projections, the whole
+# layer `[T, h]`.
 
 
 def _batched(x: Tensor, weight: Tensor, pairs: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -255,7 +256,13 @@ def _batched(x: Tensor, weight: Tensor, pairs: Tensor, scale: Tensor | None = No
 
 
 def batched_swiglu(
-    x: Tensor, both: Tensor, scales: Tensor | None, ids: Tensor, down: Tensor | None, expert_weights: Tensor
+    x: Tensor,
+    both: Tensor,
+    scales: Tensor | None,
+    ids: Tensor,
+    down: Tensor | None,
+    down_scales: Tensor | None,
+    expert_weights: Tensor,
 ) -> Tensor:
     """SwiGLU's experts as products of gathered weights; torch.compile fuses the gathering."""
     pairs, (gate, up) = ids.flatten(), both.chunk(2, 1)
@@ -264,7 +271,7 @@ def batched_swiglu(
     y = F.silu(_batched(rows, gate, pairs, gate_scale)) * _batched(rows, up, pairs, up_scale)
     if down is None:
         return y
-    return (_batched(y, down, pairs).view(*ids.shape, -1) * expert_weights[..., None]).sum(1)
+    return (_batched(y, down, pairs, down_scales).view(*ids.shape, -1) * expert_weights[..., None]).sum(1)
 
 
 def _sorted(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
@@ -274,24 +281,34 @@ def _sorted(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     return order, ends.to(torch.int32)
 
 
+def _grouped(rows: Tensor, weight: Tensor, scales: Tensor | None, ends: Tensor) -> Tensor:
+    """The products of sorted rows with the matrices of their experts. With scales, rows are rounded to fp8."""
+    if scales is None:
+        return F.grouped_mm(rows, weight.mT, offs=ends)
+    stored, row_scale = in_fp8_tokens(rows)
+    operands = stored, weight.mT, row_scale[:, 0], scales
+    return torch._scaled_grouped_mm(*operands, offs=ends, out_dtype=rows.dtype, use_fast_accum=True)
+
+
 def grouped_swiglu(
-    x: Tensor, both: Tensor, scales: Tensor | None, ids: Tensor, down: Tensor | None, expert_weights: Tensor
+    x: Tensor,
+    both: Tensor,
+    scales: Tensor | None,
+    ids: Tensor,
+    down: Tensor | None,
+    down_scales: Tensor | None,
+    expert_weights: Tensor,
 ) -> Tensor:
     """SwiGLU's experts as grouped products of sorted tokens. Without down projections, the result stays sorted.
 
-    For weights in fp8, x is rounded to fp8 with one scale per token.
+    For weights in fp8, the input of each product is rounded to fp8 with one scale per row.
     """
     order, ends = _sorted(ids, both.shape[0])
     rows = x[order // ids.shape[1]]
-    if scales is None:
-        y = gated(F.grouped_mm(rows, both.mT, offs=ends))
-    else:
-        stored, x_scale = in_fp8_tokens(rows)
-        operands = stored, both.mT, x_scale[:, 0], scales
-        y = gated(torch._scaled_grouped_mm(*operands, offs=ends, out_dtype=x.dtype, use_fast_accum=True))
+    y = gated(_grouped(rows, both, scales, ends))
     if down is None:
         return y
-    outputs = F.grouped_mm(y, down.mT, offs=ends)
+    outputs = _grouped(y, down, down_scales, ends)
     places = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
     return (outputs[places].view(*ids.shape, -1) * expert_weights[..., None]).sum(1)
 
@@ -395,6 +412,7 @@ def triton_swiglu(
     scales: Tensor | None,
     ids: Tensor,
     down: Tensor | None,
+    down_scales: Tensor | None,
     expert_weights: Tensor,
 ) -> Tensor:
     """SwiGLU's experts in Triton kernels, with weights in x's dtype or in 8 bits."""
@@ -403,7 +421,7 @@ def triton_swiglu(
     if down is None:
         return y
     wide = tile._replace(columns=2 * tile.columns)  # one product, not gate and value, leaves room for more columns
-    return _product(y, down, None, expert_weights, ids, blocks, wide).view(*ids.shape, -1).sum(1)
+    return _product(y, down, down_scales, expert_weights, ids, blocks, wide).view(*ids.shape, -1).sum(1)
 
 
 @cache
@@ -418,12 +436,18 @@ def _compiled(form: Callable[..., Tensor], tuned: bool) -> Callable[..., Tensor]
 
 
 def expert_swiglu_variants(layers: ExpertLayers) -> Iterator[Variant]:
-    """SwiGLU's experts in every form, with weights in the layers' format."""
+    """SwiGLU's experts in every form that torch and `expert_kernels` offer, with weights in the layers' format.
+
+    There is none for weights of which two share a byte.
+    """
+    if layers.format.packed > 1:
+        return
 
     def variant(name: str, form: Callable[..., Tensor], oracle: Callable[[int], Tensor]) -> Variant:
         def run(i: int) -> Tensor:
             weights = layers.both[i], layers.both_scales[i]
-            return form(layers.x, *weights, layers.ids[i], layers.down[i], layers.expert_weights[i])
+            down = layers.down[i], layers.down_scales[i]
+            return form(layers.x, *weights, layers.ids[i], *down, layers.expert_weights[i])
 
         return Variant(f"SwiGLU {name}", run, layers.count, oracle)
 

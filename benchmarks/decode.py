@@ -8,10 +8,11 @@ This command takes any layer without experts. `python -m mglu_ops bench` measure
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks import vllm_kernels
 from benchmarks.baselines import (
     TRITON,
     expert_swiglu_variants,
@@ -39,6 +41,7 @@ from benchmarks.ceiling import (
 from benchmarks.layers import MODELS, ROUTINGS, ExpertLayers, Layers, Model
 from benchmarks.records import Result, Row, parser_of
 from benchmarks.timing import PROTOCOL, ROUNDS, SETTLE_SECONDS, SETTLED_PROTOCOL, Timing, Variant, first_call, measure
+from benchmarks.vllm_kernels import VLLM
 from mglu_ops import dispatch
 from mglu_ops.formats import FORMATS
 
@@ -46,7 +49,9 @@ SHAPES = ((14336, 4096), (8192, 2048))
 SMALL = Model(16, 512, 1024, 2)
 """Experts for a quick check."""
 BACKENDS = ("cuda", "triton", "composite")
-BASELINES = ("naive", "swiglu", "triton", "composite")
+BASELINES = ("naive", "swiglu", "vllm", "triton", "composite")
+MASKLESS = ("swiglu", "vllm")
+"""Baselines without masks, which are measured once for all numbers of masks."""
 CEILING = "read ceiling"
 EXPERTS_PROTOCOL = (
     "CUDA graph replay, distinct layers whose experts in use are > 0.3 GB with one mask, each layer with a routing of "
@@ -67,7 +72,7 @@ class Problem:
         dtype: dtype of x and of dense weights.
         weight_format: the format of the weights of MGLU and SwiGLU.
         baselines: members of `BASELINES` to measure besides the read ceiling, the chosen backend and `cuda`. Experts
-            are only compared with SwiGLU.
+            are only compared with SwiGLU, of torch and of vLLM.
         tuned: also measure the naive layer and SwiGLU in the modes of torch.compile that take long to compile.
         settle_seconds: passed to `timing.measure`. It is at least `SETTLE_SECONDS` if more than
             `MAX_SEPARATE_GEMM_TOKENS` tokens multiply a weight.
@@ -108,14 +113,21 @@ class Plan(NamedTuple):
         theirs: variants to compare with.
         tokens_of_weight: the mean number of tokens that multiply the weight of a layer, or of an expert in use.
         alone: variants to measure after all others.
-        refused: variants that cannot run here.
+        refused: names of variants that cannot run here, and why.
     """
 
     ours: dict[int, list[Variant]]
     theirs: list[Variant]
     tokens_of_weight: float
     alone: Sequence[Variant] = ()
-    refused: Sequence[Variant] = ()
+    refused: Mapping[str, str] = MappingProxyType({})
+
+
+class Refusal(NamedTuple):
+    """The name of variants that cannot run here, and why."""
+
+    name: str
+    reason: str
 
 
 def our_variants(layers: Layers, backends: Collection[str]) -> list[Variant]:
@@ -146,12 +158,16 @@ def dense_plan(problem: Problem) -> Plan:
     if "swiglu" in problem.baselines:
         is_dense = layers.format.is_dense
         theirs += swiglu_variants(layers, problem.tuned) if is_dense else quantized_swiglu_variants(layers)
+    refused: dict[str, str] = {}
+    if "vllm" in problem.baselines:
+        of_vllm, refused = those_that_run(vllm_variants(layers))
+        theirs += of_vllm
     gemms = []
     if tokens >= MIN_GEMM_TOKENS:
         gemms = [gemm([layers.weight(i, dtype) for i in range(GEMM_LAYERS)])]
     if tokens > MAX_SEPARATE_GEMM_TOKENS:
-        return Plan(ours, theirs + gemms, tokens)
-    return Plan(ours, theirs, tokens, alone=gemms)
+        return Plan(ours, theirs + gemms, tokens, refused=refused)
+    return Plan(ours, theirs, tokens, alone=gemms, refused=refused)
 
 
 def our_expert_variant(layers: ExpertLayers, n_masks: int) -> Variant:
@@ -163,7 +179,8 @@ def our_expert_variant(layers: ExpertLayers, n_masks: int) -> Variant:
         y: Tensor = torch.ops.mglu.experts_forward(*operands, "silu", None, *stored)
         if down is None:
             return y.flatten(0, 1)
-        result: Tensor = torch.ops.mglu.experts_down(y, down, layers.ids[i], layers.expert_weights[i])
+        stored = layers.down_scales[i], layers.format.name
+        result: Tensor = torch.ops.mglu.experts_down(y, down, layers.ids[i], layers.expert_weights[i], *stored)
         return result
 
     in_use = round(sum(layers.used) / layers.count, 1)
@@ -188,17 +205,45 @@ def expert_plan(problem: Problem) -> Plan:
     options = problem.routing, problem.weight_format, problem.masks, problem.whole, problem.dtype
     layers = ExpertLayers(problem.model, problem.tokens, *options)
     ours = {n: [expert_reader(layers, n), our_expert_variant(layers, n)] for n in problem.masks}
-    every = list(expert_swiglu_variants(layers)) if "swiglu" in problem.baselines else []
-    theirs = [one for one in every if runs(one)]
-    return Plan(ours, theirs, layers.pairs_of_expert, refused=[one for one in every if one not in theirs])
+    swiglu = expert_swiglu_variants(layers) if "swiglu" in problem.baselines else ()
+    of_vllm = vllm_variants(layers) if "vllm" in problem.baselines else ()
+    theirs, refused = those_that_run(chain(swiglu, of_vllm))
+    return Plan(ours, theirs, layers.pairs_of_expert, refused=refused)
+
+
+def vllm_variants(layers: Layers | ExpertLayers) -> Iterator[Variant | Refusal]:
+    """SwiGLU in vLLM's kernels, or the reason why there are none."""
+    if reason := vllm_kernels.why_missing():
+        print(f"{VLLM} is left out: {reason}", flush=True)
+        yield Refusal(VLLM, reason)
+    elif isinstance(layers, Layers):
+        yield from vllm_kernels.swiglu_variants(layers)
+    else:
+        yield from vllm_kernels.expert_variants(layers)
+
+
+def those_that_run(variants: Iterable[Variant | Refusal]) -> tuple[list[Variant], dict[str, str]]:
+    """The variants that run here, and the names of the others with the reason."""
+    found: list[Variant] = []
+    refused: dict[str, str] = {}
+    for one in variants:
+        if isinstance(one, Refusal):
+            refused[one.name] = one.reason
+        elif runs(one):
+            found.append(one)
+        else:
+            refused[one.name] = "refused"
+    return found, refused
 
 
 def runs(variant: Variant) -> bool:
-    """Run a variant once. If torch raises an error, print it and return False."""
+    """Run a variant once. If torch or vLLM raises an error, print it and return False."""
+    # vLLM checks sizes by assertions and exceptions of several kinds.
+    errors = Exception if variant.name.startswith(VLLM) else RuntimeError
     try:
         first_call(variant.name, lambda: variant.run(0))
-    except RuntimeError as refusal:
-        print(f"{variant.name} is refused: {refusal}", flush=True)
+    except errors as refusal:
+        print(f"{variant.name} is refused: {refusal!r}", flush=True)
         return False
     return True
 
@@ -256,11 +301,13 @@ def rows_of(problem: Problem, plan: Plan, timings: Mapping[Variant, Timing]) -> 
 
     rows = [measured(one, n_masks) for n_masks, ours in plan.ours.items() for one in ours]
     others = fastest_tile([*plan.theirs, *plan.alone], timings)
-    if problem.routing is not None:  # SwiGLU's experts are measured once for all numbers of masks
-        rows += [measured(one, 0) for one in others]
-        return rows + [row(one.name, 0, Timing(math.nan, math.nan), {"left_out": "refused"}) for one in plan.refused]
-    (n_masks,) = problem.masks
+    # SwiGLU's experts are measured once for all numbers of masks.
+    n_masks = problem.masks[0] if problem.routing is None else 0
     rows += [measured(one, n_masks) for one in others]
+    nothing = Timing(math.nan, math.nan)
+    rows += [row(name, n_masks, nothing, {"left_out": reason}) for name, reason in plan.refused.items()]
+    if problem.routing is not None:
+        return rows
     gemm_time = next((timings[one].microseconds for one in others if one.name == GEMM), None)
     least = floor(ceilings[n_masks], gemm_time, problem.tokens, n_masks)
     return [*rows, row("floor", n_masks, Timing(least, 0.0), {})]
@@ -306,8 +353,8 @@ class Sweep:
         every = product(self.shapes.items(), self.weight_formats, self.tokens, self.routings, groups)
         for (size, name), weight_format, tokens, routing, masks in every:
             case = name if weight_format == "dense" else weight_format
-            # SwiGLU has no masks, so one measurement per shape and number of tokens is enough.
-            baselines = tuple(one for one in self.baselines if one != "swiglu" or masks[0] == self.masks[0])
+            # One measurement per shape and number of tokens is enough for baselines without masks.
+            baselines = tuple(one for one in self.baselines if one not in MASKLESS or masks[0] == self.masks[0])
             problem = Problem(
                 case=case if routing is None else f"{name}, {routing}",
                 shape=size if routing is None else size[1:3],
@@ -340,7 +387,7 @@ ONE_TO_8192 = tuple(2**i for i in range(14))
 EXPERTS = Sweep(
     tokens=(1, 4, 8, 32, 128, 256, 1024),
     masks=(1, 4),
-    baselines=("swiglu",),
+    baselines=MASKLESS,
     shapes={model: name for name, model in MODELS.items()},
     routings=ROUTINGS,
 )
@@ -349,11 +396,13 @@ SWEEPS = {
     "sustained": Sweep(masks=(1, 4, 8, 16), baselines=("swiglu",), shapes={SHAPES[0]: "decode"}, settle_seconds=0.8),
     "tokens": Sweep(ONE_TO_8192, (1, 4, 8, 16), baselines=("triton",)),
     "routes": Sweep(ONE_TO_8192, (1, 4), baselines=BASELINES, shapes={SHAPES[1]: "decode"}, tuned_at=(1, 8192)),
-    "formats": Sweep((1, 8, 16), (1, 2, 4, 8), baselines=("swiglu",), weight_formats=tuple(FORMATS)[1:]),
+    "formats": Sweep((1, 8, 16), (1, 2, 4, 8), baselines=MASKLESS, weight_formats=tuple(FORMATS)[1:]),
     "models": Sweep(masks=(1, 4, 8), baselines=("swiglu",), shapes=MODEL_LAYERS),
     "experts": EXPERTS,
     "experts_fp8": replace(EXPERTS, weight_formats=("fp8_row",)),
+    "experts_int4": replace(EXPERTS, weight_formats=("int4_group",)),
     "experts_layer": replace(EXPERTS, whole=True),
+    "experts_layer_fp8": replace(EXPERTS, weight_formats=("fp8_row",), whole=True),
 }
 """Name of a result -> its problems."""
 

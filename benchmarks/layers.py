@@ -155,7 +155,7 @@ class ExpertLayers:
         model: the sizes: E experts with weights `[d, h]`.
         tokens: number of rows of the input.
         routing: one of `ROUTINGS`, as in `route`.
-        weight_format: "dense", or a format with one scale per row.
+        weight_format: the format of all weights; each expert has scales of its own.
         masks: numbers of masks.
         whole: the layers have down projections too.
         dtype: dtype of x and dense weights.
@@ -168,10 +168,11 @@ class ExpertLayers:
         ids: chosen experts `[tokens, top_k]`, for each layer.
         expert_weights: `[tokens, top_k]`, for each layer.
         both: SwiGLU's stored weights `[E, 2 d, h]` of E experts with gates above values, for each layer.
-        both_scales: scales `[E, 2 d]` of `both`, or None for dense weights, for each layer.
-        weights, scales: MGLU's stored weights `[E, d, h]` and scales `[E, d]`, copies of SwiGLU's gates.
+        both_scales: scales `[E, 2 d, ...]` of `both`, or None for dense weights, for each layer.
+        weights, scales: MGLU's stored weights `[E, d, h]` and scales `[E, d, ...]`, copies of SwiGLU's gates.
         packed: number of masks -> packed masks `[E, d, h / 8, n_masks]`, for each layer.
-        down: dense weights `[E, h, d]` of the down projections, for each layer; None unless `whole`.
+        down: stored weights `[E, h, d]` of the down projections, for each layer; None unless `whole`.
+        down_scales: their scales `[E, h, ...]`, or None, for each layer.
         used: number of experts in use, for each layer.
     """
 
@@ -191,7 +192,8 @@ class ExpertLayers:
         experts, d, h, top_k = model
         if count is None:
             chosen = route(model, tokens, routing, device).unique().numel()
-            count = layers_for(chosen * d * h * (self.format.dtype or dtype).itemsize, COLD_BYTES)
+            itemsize = (self.format.dtype or dtype).itemsize
+            count = layers_for(chosen * d * h * itemsize // self.format.packed, COLD_BYTES)
         self.count = count
         self.x = torch.randn(tokens, h, device=device).to(dtype)
         self.ids = [route(model, tokens, routing, device) for _ in range(count)]
@@ -199,23 +201,21 @@ class ExpertLayers:
         self.expert_weights = [(one / one.sum(-1, keepdim=True)).to(dtype) for one in shares]
         self.used = [ids.unique().numel() for ids in self.ids]
 
-        def random(out_features: int, in_features: int) -> Tensor:
-            return (torch.randn(out_features, in_features, device=device) / in_features**0.5).to(dtype)
+        def random(out_features: int, in_features: int) -> tuple[Tensor, Tensor | None]:
+            """The weights of all experts, and their scales. Quantizing takes much memory, so experts take turns."""
+            draws = (torch.randn(out_features, in_features, device=device) / in_features**0.5 for _ in range(experts))
+            stored, scales = zip(*(self.format.quantize(one.to(dtype)) for one in draws), strict=True)
+            return torch.stack(stored), None if self.format.is_dense else torch.stack(scales)
 
-        self.both: list[Tensor] = []
-        self.both_scales: list[Tensor | None] = []
-        for _ in range(count):  # quantizing takes much memory, so it runs expert by expert
-            made = [self.format.quantize(random(2 * d, h)) for _ in range(experts)]
-            scales = [scale for _, scale in made if scale is not None]
-            self.both.append(torch.stack([stored for stored, _ in made]))
-            self.both_scales.append(torch.stack(scales) if scales else None)
+        self.both, self.both_scales = map(list, zip(*(random(2 * d, h) for _ in range(count)), strict=True))
         self.weights = [both[:, :d].contiguous() for both in self.both]
         self.scales = [None if scales is None else scales[:, :d].contiguous() for scales in self.both_scales]
         octets = experts, d, h // 8
         self.packed = {
             n: [torch.randint(256, (*octets, n), dtype=torch.uint8, device=device) for _ in range(count)] for n in masks
         }
-        self.down = [torch.stack([random(h, d) for _ in range(experts)]) if whole else None for _ in range(count)]
+        downs = (random(h, d) if whole else (None, None) for _ in range(count))
+        self.down, self.down_scales = map(list, zip(*downs, strict=True))
         self._known: dict[tuple[int, int, bool], Tensor] = {}
 
     @property
@@ -258,19 +258,28 @@ class ExpertLayers:
             self._known[i, n_masks, rounded] = self._of_experts(i, self.model.out_features, result_of)
         return self._known[i, n_masks, rounded]
 
-    def oracle(self, i: int, n_masks: int) -> Tensor:
-        """The float64 result of layer i: `[tokens, h]` if it is whole, else `first_half`. `n_masks` 0 is SwiGLU."""
-        y, down = self.first_half(i, n_masks), self.down[i]
+    def oracle(self, i: int, n_masks: int, rounded: bool = False) -> Tensor:
+        """The float64 result of layer i: `[tokens, h]` if it is whole, else `first_half`. `n_masks` 0 is SwiGLU.
+
+        With `rounded`, the inputs of both halves are rounded to fp8 with one scale per row.
+        """
+        y, down, scales = self.first_half(i, n_masks, rounded), self.down[i], self.down_scales[i]
         if down is None:
             return y
-        outputs = self._of_experts(i, self.model.in_features, lambda expert, rows: y[rows] @ down[expert].double().T)
+        rows_of_down = in_float64(y, rounded)
+
+        def result_of(expert: int, rows: Tensor) -> Tensor:
+            scale = None if scales is None else scales[expert]
+            return rows_of_down[rows] @ self.format.dequantize(down[expert], scale, torch.float64).T
+
+        outputs = self._of_experts(i, self.model.in_features, result_of)
         return (outputs.view(*self.ids[i].shape, -1) * self.expert_weights[i].double()[..., None]).sum(1)
 
     def grouped_oracle(self, i: int) -> Tensor:
         """SwiGLU's float64 result as grouped products leave it: sorted by expert unless the layer is `whole`.
 
-        In fp8, they round x too.
+        In fp8, they round their inputs too.
         """
         if self.whole:
-            return self.oracle(i, 0)
+            return self.oracle(i, 0, not self.format.is_dense)
         return self.first_half(i, 0, not self.format.is_dense)[self.ids[i].flatten().argsort(stable=True)]

@@ -207,6 +207,22 @@ def parser_of(about: str, resume: bool = False) -> argparse.ArgumentParser:
     return parser
 
 
+def facts_to_resume(out: Path, name: str, facts: Mapping[str, str]) -> dict[str, str]:
+    """The facts of a result `<name>.csv` to which rows are added here: `facts`, and all commits.
+
+    Raises:
+        ValueError: the result was measured on another machine, with other versions or by another protocol.
+    """
+    earlier = read_table(out / f"{name}.csv")[0]
+    for fact, value in facts.items():
+        if fact != "commit" and " ".join(value.split()) != earlier.get(fact):
+            raise ValueError(
+                f"the result to resume has another {fact}: {earlier.get(fact)!r} instead of {value!r}; "
+                "measure all of it here, in another folder"
+            )
+    return {**facts, "commit": ", ".join(dict.fromkeys([*earlier["commit"].split(", "), facts["commit"]]))}
+
+
 def measure(
     problems: Sequence[Any],
     bench: Callable[[Any], list[Row]],
@@ -231,14 +247,7 @@ def measure(
     facts = environment(protocol)
     torch.manual_seed(0)
     if rows:
-        earlier = read_table(out / f"{name}.csv")[0]
-        for fact, value in facts.items():
-            if fact != "commit" and " ".join(value.split()) != earlier.get(fact):
-                raise ValueError(
-                    f"the result to resume has another {fact}: {earlier.get(fact)!r} instead of {value!r}; "
-                    "measure all of it here, in another folder"
-                )
-        facts["commit"] = ", ".join(dict.fromkeys([*earlier["commit"].split(", "), facts["commit"]]))
+        facts = facts_to_resume(out, name, facts)
     for i, problem in enumerate(problems):
         if resume and hasattr(problem, "is_in") and problem.is_in(rows):
             continue

@@ -17,12 +17,13 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks import activations, decode_model, masks_at_inference, overheads, train, train_model
+from benchmarks import activations, decode_model, masks_at_inference, overheads, serve, train, train_model
 from benchmarks.decode import SWEEPS
 from benchmarks.records import QUICK_ROUNDS, Result, Row, parser_of, version
 
 RESULTS = Path(__file__).parent / "results"
 GPU, PANDAS = ("cuda-core",), ("pandas",)
+VLLM = (*GPU, "vllm", "transformers")
 
 
 class SuiteError(ValueError):
@@ -44,6 +45,11 @@ class Suite(NamedTuple):
     run: Callable[..., Sequence[Row]]
     quick: Callable[[Path], Sequence[Row]]
     needs: tuple[str, ...] = GPU
+
+    @property
+    def on_gpu(self) -> bool:
+        """True if the suite measures a GPU."""
+        return self.needs[: len(GPU)] == GPU
 
 
 def _measuring(about: str, result: Result) -> Suite:
@@ -79,7 +85,10 @@ SUITES = {
     **_sweep("sustained", "one token, bfloat16, under sustained load: our kernels, and SwiGLU in all its forms"),
     **_sweep("tokens", "1 to 8192 tokens: our kernels against the floor"),
     **_sweep("routes", "1 to 8192 tokens: the dispatch against every other backend, the naive layer and SwiGLU"),
-    **_sweep("formats", "1 to 16 tokens, bfloat16, weights in 8 and 4 bits: our kernels, and SwiGLU with such weights"),
+    **_sweep(
+        "formats",
+        "1 to 16 tokens, bfloat16, weights in 8 and 4 bits: our kernels, SwiGLU of torch, and of vLLM if it is",
+    ),
     **_sweep("models", "one token, bfloat16: the layers of current models"),
     "activations": _measuring(
         "1 to 8192 tokens, x and weights in fp8: our kernels, and the library's products", activations.RESULT
@@ -88,7 +97,9 @@ SUITES = {
         "experts", "1 to 1024 tokens through experts, first half, bfloat16: our operator, and SwiGLU in its forms"
     ),
     **_sweep("experts_fp8", "the same with weights in fp8"),
+    **_sweep("experts_int4", "the same with weights in 4 bits; SwiGLU only in vLLM's kernels"),
     **_sweep("experts_layer", "the same in bfloat16 with the second half: time and launches"),
+    **_sweep("experts_layer_fp8", "the same with the weights of both halves in fp8"),
     "decode_model": _measuring(
         "tokens a second of a whole model, with SwiGLU and with SwiMGLU", decode_model.IN_BFLOAT16
     ),
@@ -106,6 +117,7 @@ SUITES = {
         overheads.run,
         partial(overheads.run, rounds=QUICK_ROUNDS, processes=1, at_once=1),
     ),
+    "serve": Suite("models served by vLLM: steps, prompts and a mixed load", serve.run, serve.check, VLLM),
     "tables": Suite("the tables of all pages, from the CSV files", _tables, _tables, PANDAS),
     "plots": Suite("plots, from the CSV files", _plots, _plots, ("matplotlib", *PANDAS)),
 }
@@ -121,7 +133,7 @@ def select(names: Sequence[str]) -> dict[str, Suite]:
         raise SuiteError(f"no suite is named {', '.join(unknown)}; there are {', '.join(SUITES)}")
     chosen = {name: SUITES[name] for name in names or SUITES}
     for name, suite in list(chosen.items()):
-        if suite.needs == GPU and not torch.cuda.is_available():
+        if suite.on_gpu and not torch.cuda.is_available():
             raise SuiteError(
                 f"{name} needs a CUDA GPU, and torch {torch.__version__} sees none; "
                 "`bench tables plots` works anywhere, from results that are there"
@@ -163,7 +175,7 @@ def run(names: Sequence[str], out: Path, quick: bool = False) -> int:
 
 def main() -> None:
     parser = parser_of(__doc__, resume=True)
-    parser.add_argument("suite", choices=[name for name, suite in SUITES.items() if suite.needs == GPU])
+    parser.add_argument("suite", choices=[name for name, suite in SUITES.items() if suite.on_gpu])
     options = parser.parse_args()
     (suite,) = select([options.suite]).values()
     rows = suite.run(options.out, resume=options.resume)

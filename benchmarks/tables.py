@@ -155,7 +155,7 @@ def activations(rows: pd.DataFrame) -> Iterator[str]:
         yield grid(f"tokens, {layer}", in_order(here, ["tokens", "case"], "n_masks", here.cell))
 
 
-@table("experts", "experts_fp8", "experts_layer")
+@table("experts", "experts_fp8", "experts_int4", "experts_layer", "experts_layer_fp8")
 def experts(rows: pd.DataFrame) -> Iterator[str]:
     """Layers of experts, with a line for each number of tokens.
 
@@ -169,7 +169,8 @@ def experts(rows: pd.DataFrame) -> Iterator[str]:
         swiglu = fastest(here, "SwiGLU", "tokens")
         ours = here[here.variant == "mglu"].join(swiglu.microseconds.rename("swiglu"), on="tokens")
         ours["cell"] += ", " + (1 / ours.fraction_of_ceiling).map(ratio)
-        ours["cell"] += ", " + (ours.swiglu / ours.microseconds).map(speedup)
+        gains = ", " + (ours.swiglu / ours.microseconds).map(speedup)
+        ours["cell"] += gains.where(ours.swiglu.notna(), "")
         cells = in_order(ours, "tokens", "n_masks", ours.cell)
         cells.insert(0, "fastest SwiGLU", swiglu.variant.str.extract("SwiGLU ([^,]*)")[0] + ": " + swiglu.cell)
         cells.insert(0, "experts in use", ours.groupby("tokens").experts_in_use.first().map(form("{:.0f}")))
@@ -215,6 +216,39 @@ def generate(rows: pd.DataFrame) -> Iterator[str]:
         cells = in_order(here, "variant", "n_masks", shown(here, whole, "rate"))
         cells = cells.reindex(columns=sorted({0, *rows.n_masks}))
         yield grid(f"{title(layer, batch)}, tokens a second", cells.rename(columns={0: "without masks"}))
+
+
+SERVED = {"start": "first start, s", "start_cached": "later start, s"}
+"""Kinds of work of served models that are shown in seconds -> their headings."""
+
+
+def served_work(row: pd.Series) -> str:
+    """The heading of a line of served models."""
+    sequences = {"decode": f"{many(row.tokens, 'sequence')}, tokens a second", "prompts": "8 prompts of 1024, ms"}
+    return {**SERVED, **sequences, "mixed": "mixed load, new tokens a second"}[row.work]
+
+
+@table("serve")
+def serve(rows: pd.DataFrame) -> Iterator[str]:
+    """Served models: a line for each kind of work and a column for each form of the model.
+
+    Ratios are to SwiGLU in the same engine: in vLLM's fp8 for forms whose weights have 8 bits, else in bfloat16.
+    """
+    rows["line"] = rows.apply(served_work, axis="columns")
+    rows["form"] = rows.variant + rows.n_masks.map(lambda n_masks: f", n_m = {n_masks}" if n_masks else "")
+    is_fp8 = rows.variant.str.contains("fp8")
+    rows["base"] = is_fp8.map({True: "SwiGLU, fp8", False: "SwiGLU"})
+    swiglu = rows[rows.n_masks == 0].set_index(["model", "line", "variant"]).microseconds.rename("swiglu")
+    rows = rows.join(swiglu, on=["model", "line", "base"])
+    seconds = rows.microseconds.map(lambda time: form("{:.0f}")(time / 1e6))
+    figures = shown(rows, whole, "rate").where(~rows.work.isin([*SERVED, "prompts"]), seconds)
+    figures = figures.where(rows.work != "prompts", shown(rows, ms))
+    gains = ", " + (rows.swiglu / rows.microseconds).map(speedup)
+    rows["text"] = figures + gains.where((rows.n_masks > 0) & rows.swiglu.notna(), "")
+    for model, here in rows.groupby("model", sort=False):
+        cells = in_order(here, "line", "form", here.text)
+        forms = here.sort_values(["base", "n_masks", "variant"], kind="stable").form.unique()
+        yield grid(model, cells[list(forms)])
 
 
 @table("masks_at_inference", result="masks_at_inference_cuda")

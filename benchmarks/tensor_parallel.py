@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -135,6 +135,14 @@ class Ranks:
         """Microseconds of a call on the slowest rank, averaged over `calls`. All ranks get the same number."""
         dist.barrier()
         return self.slowest(clock_of(self.device.type)(call, calls))
+
+    def end(self, failed: bool) -> NoReturn:
+        """Leave the group and end the process, with status 1 if the measurement failed."""
+        dist.barrier()
+        dist.destroy_process_group()
+        # The process must end before Python tears down its interpreter: a thread of gloo that drops the last reference
+        # to a tensor meanwhile aborts the process (pytorch issue 190489).
+        os._exit(failed)
 
 
 def layer_of(problem: Problem, ranks: Ranks) -> nn.Module:
@@ -285,11 +293,7 @@ def main() -> None:
             write(rows, options.out, "tensor_parallel", f"{dist.get_backend()}, {ranks.mesh.size()} ranks; {PROTOCOL}")
         if ranks.device.type == "cuda":
             torch.cuda.empty_cache()
-    dist.barrier()
-    dist.destroy_process_group()
-    # The process must end before Python tears down its interpreter: a thread of gloo that drops the last reference to a
-    # tensor meanwhile aborts the process (pytorch issue 190489).
-    os._exit(any(row.is_wrong for row in rows))
+    ranks.end(any(row.is_wrong for row in rows))
 
 
 if __name__ == "__main__":

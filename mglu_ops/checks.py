@@ -29,23 +29,24 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 
 def check_forward(given: Given) -> None:
     """Check the arguments of `mglu::forward`, `mglu::experts_forward` or `mglu::grouped_forward`."""
+    x = given.x
     if given.routing is None:
         _check_layer(given)
+        check_mask_weights(x, x.shape[:-1], given.n_masks, given.mask_weights)
         return
-    x = given.x
     _check_rank("x", x, "[S, in_features]" if given.expert_ids is None else "[T, in_features]")
     experts = _check_experts_of(weight=given.weight, packed_masks=given.packed_masks, weight_scale=given.weight_scale)
     if given.expert_ids is None:
         _check_offs(given.offs, experts, x.device)
     else:
         _check_ids(given.expert_ids, x.shape[0], x.device)
-        x = x.unsqueeze(1).expand(-1, given.expert_ids.shape[1], -1)
     with _of_each_expert():
-        _check_layer(given.of_expert(0, x, given.mask_weights))
+        _check_layer(given.of_expert(0, x, None))
+    check_mask_weights(x, given.leading, given.n_masks, given.mask_weights)
 
 
 def _check_layer(given: Given) -> None:
-    """Check the arguments of one layer."""
+    """Check the arguments of one layer, but not the mask weights."""
     weight_format = get_format(given.weight_format)
     check_inputs(given.x, given.weight, weight_format)
     check_activation_format(given.activation_format, given.weight_format)
@@ -57,7 +58,6 @@ def _check_layer(given: Given) -> None:
     check_scale(given.weight, given.weight_scale, weight_format)
     get_activation(given.activation)
     check_packed(given.weight, given.packed_masks, weight_format)
-    check_mask_weights(given.x, given.n_masks, given.mask_weights)
 
 
 def check_ste(given: SteGiven) -> None:
@@ -71,7 +71,7 @@ def check_ste(given: SteGiven) -> None:
     check_inputs(x, weight)
     get_activation(activation)
     check_packable_logits(mask_logits, weight)
-    check_mask_weights(x, mask_logits.shape[0], mask_weights)
+    check_mask_weights(x, x.shape[:-1], mask_logits.shape[0], mask_weights)
 
 
 def check_backward(given: BackwardGiven) -> None:
@@ -224,17 +224,18 @@ def _check_needs(needs: Sequence[bool], *names: str) -> None:
         raise ValueError(f"needs: got {list(needs)}, must be {wanted}")
 
 
-def check_mask_weights(x: Tensor, n_masks: int, mask_weights: Tensor | None) -> None:
-    """Check that mask_weights are None or floating `[..., n_masks]` with x's leading sizes, on x's device."""
+def check_mask_weights(x: Tensor, leading: Sequence[int], n_masks: int, mask_weights: Tensor | None) -> None:
+    """Check that mask_weights are None or floating `[..., n_masks]` with these leading sizes, on x's device."""
     if mask_weights is None:
         return
     check_dense("mask_weights", mask_weights)
     if mask_weights.dtype not in FLOATING:
         raise TypeError(f"mask_weights: got dtype {mask_weights.dtype}, must be {FLOATING_NAMES}")
-    expected = [*x.shape[:-1], n_masks]
+    expected = [*leading, n_masks]
     if not same_sizes(mask_weights.shape, expected):
         raise ValueError(
-            f"mask_weights: got shape {list(mask_weights.shape)}, must be x's leading sizes and n_masks, {expected}"
+            f"mask_weights: got shape {list(mask_weights.shape)}, "
+            f"must be the result's leading sizes and n_masks, {expected}"
         )
     if mask_weights.device != x.device:
         raise ValueError(f"mask_weights: got device {mask_weights.device}, must be x's device {x.device}")

@@ -150,6 +150,14 @@ def choose(task: Task, call: Call) -> Choice:
     raise RuntimeError(REFUSED.format("; ".join(dict.fromkeys(map(str, declined))) or "training"))
 
 
+def build(task: Task, call: Call) -> None:
+    """Compile the kernels that a call will run into the cache of kernels, and load nothing.
+
+    Raises the errors of `explain_dispatch` and of the backend's `build`.
+    """
+    BACKENDS[choose(task, call).backend].build(task, call)
+
+
 def _candidates(task: Task, call: Call) -> list[Backend]:
     """Return the backends for the call's device; in the batch-invariant mode, those that run the task in this mode."""
     if call.batch_invariant:

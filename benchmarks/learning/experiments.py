@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks.learning.corpus import BYTES, Corpus, load
 from benchmarks.learning.gather import RESULTS, done
+from benchmarks.learning.masks import LOGIT_BYTES
 from benchmarks.learning.recipe import Recipe
 from benchmarks.learning.schedule import CONTEXT, SEQUENCES, steps_of
 from benchmarks.learning.train import run
@@ -279,6 +280,12 @@ def fractions(size: str) -> list[Recipe]:
     ]
 
 
+MEMORY = tuple(
+    replace(BEST[n_masks], logits=logits, vocabulary=BYTES, paired=True) for logits in LOGIT_BYTES for n_masks in (1, 4)
+)
+"""Optimizers of mask logits that keep fewer bytes for a logit than AdamW."""
+
+
 EXPERIMENTS: dict[str, list[Recipe]] = {
     # A search for the learning rate of the other experiments.
     "rates": seeds([replace(one, lr=lr) for lr in (1e-3, 3e-4, 3e-3) for one in (SWIGLU, PAPER)], SEEDS[:2]),
@@ -441,10 +448,12 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
             for one in seeds(recipes)
         ),
     ],
+    # The memory of masks in training, and the loss that saving it costs.
+    "memory": seeds(MEMORY),
 }
 """Name of an experiment -> its runs. A run in several experiments on the same text is trained once."""
-USUAL = [name for name in EXPERIMENTS if name not in ("text", "structure", "conversion")]
-"""The experiments that read the corpus `python`; `text` reads `texts`, `structure` and `conversion` read `pinned`."""
+USUAL = [name for name in EXPERIMENTS if name not in ("text", "structure", "conversion", "memory")]
+"""The experiments that read the corpus `python`; `text` reads `texts`, and the other three read `pinned`."""
 
 
 def chosen(names: Iterable[str]) -> list[Recipe]:

@@ -1,7 +1,12 @@
-"""Two alternatives to AdamW on mask logits with a hard threshold: continuous masks, and a budget of flips."""
+"""Alternatives to AdamW on float32 mask logits with a hard threshold.
+
+Continuous masks, a budget of flips, and optimizers that keep fewer bytes for a logit.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +23,39 @@ WIDTH = 0.05
 FITTED_WIDTH = 2 * LOGITS_STD
 """Initial tau of a fitted layer. Its logits are LOGITS_STD or -LOGITS_STD, so its masks start as 0 and 1, at the ends
 of the range in which they are continuous."""
+
+
+BETAS, EPS = (0.9, 0.99), 1e-8
+"""The numbers of AdamW in all runs."""
+LOGIT_BYTES = {"adamw": 12, "rmsprop": 8, "adamw_8bit": 6, "bfloat16": 6, "adafactor": 4, "every_second": 12}
+"""How logits are optimized -> the bytes that a logit and its state take, without its gradient.
+
+`adamw`: the logit and two moments in float32. `rmsprop`: without the first moment. `adamw_8bit`: moments in 8 bits, of
+torchao. `bfloat16`: logit and moments in bfloat16. `adafactor`: without the first moment, and with a second one of each
+row and column only. `every_second`: AdamW that only every second step changes the logits."""
+
+
+def optimizers(groups: list[dict[str, Any]], logits: str, fused: bool) -> list[torch.optim.Optimizer]:
+    """The optimizers of parameter groups: AdamW, and another one for the group `mask_logits` if `logits` says so.
+
+    Raises:
+        ModuleNotFoundError: `adamw_8bit` needs torchao.
+    """
+    adamw = partial(torch.optim.AdamW, betas=BETAS, eps=EPS, fused=fused)
+    if logits in ("adamw", "bfloat16"):
+        return [adamw(groups)]
+    makers: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "rmsprop": partial(torch.optim.RMSprop, alpha=BETAS[1], eps=EPS),
+        # Adafactor multiplies a rate by the larger of the parameter's size and its second eps; logits are below 1.
+        "adafactor": partial(torch.optim.Adafactor, eps=(1e-15, 1.0)),
+        "every_second": adamw,
+    }
+    if logits == "adamw_8bit":
+        from torchao.optim import AdamW8bit
+
+        makers[logits] = partial(AdamW8bit, betas=BETAS, eps=EPS)
+    own = [group for group in groups if group["name"] == "mask_logits"]
+    return [adamw([group for group in groups if group["name"] != "mask_logits"]), makers[logits](own)]
 
 
 class ContinuousMGLU(MGLU):

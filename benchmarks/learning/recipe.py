@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize
 from benchmarks.decoder import Block, Projection, Sizes
 from benchmarks.language_model import LanguageModel
 from benchmarks.learning import conversion
-from benchmarks.learning.masks import ContinuousMGLU, start_accumulators
+from benchmarks.learning.masks import LOGIT_BYTES, ContinuousMGLU, start_accumulators
 from benchmarks.learning.mixture import Mixture
 from benchmarks.learning.structure import PrunedGLU, StructuredMGLU
 from mglu_ops.nn import GLU, LU, MGLU, NaiveMGLU
@@ -86,6 +86,7 @@ class Recipe:
             two of each four weights (`benchmarks.learning.structure`); `free` for neither.
         centered: whether the mean over each four columns is subtracted from the gradient of logits with structure 2:4.
         decay: the decay of SR-STE (`structure.PrunedGLU`), for matrices of `glu` with structure 2:4.
+        logits: how mask logits are optimized, a key of `masks.LOGIT_BYTES`.
         vocabulary: the number of different tokens; None for the model's own.
         paired: whether layers are compared seed by seed. The order of the text then depends on the seed too. Layers
             with the same seed start with the same parameters where their shapes agree, up to gains.
@@ -122,6 +123,7 @@ class Recipe:
     structure: Structure = "free"
     centered: bool = False
     decay: float = 0.0
+    logits: str = "adamw"
     vocabulary: int | None = None
     paired: bool = False
     seed: int = 0
@@ -132,6 +134,7 @@ class Recipe:
             "size": SIZES,
             "straight_through": get_args(StraightThrough),
             "structure": get_args(Structure),
+            "logits": LOGIT_BYTES,
         }
         for name, values in allowed.items():
             if getattr(self, name) not in values:
@@ -165,6 +168,8 @@ class Recipe:
             raise ValueError("distilled: got True without a start, whose teacher makes the predictions")
         if not 0 <= self.text_share <= 1 or (self.text_share and not self.distilled):
             raise ValueError(f"text_share: got {self.text_share}, must be from 0 to 1, and 0 unless distilled")
+        if self.logits != "adamw" and not (self.has_masks and self.learned and not self.flips):
+            raise ValueError(f"logits: got {self.logits!r} for {self.layer}, must be 'adamw' unless logits are learned")
         self._check_structure()
 
     def _check_structure(self) -> None:
@@ -205,7 +210,7 @@ class Recipe:
     @property
     def fit(self) -> Recipe:
         """The recipe with defaults for all fields on which a fit does not depend: the training after it."""
-        of_training = "lr", "last_rate", "mask_lr", "mask_stop", "continuous", "distilled", "text_share"
+        of_training = "lr", "last_rate", "mask_lr", "mask_stop", "continuous", "distilled", "text_share", "logits"
         return replace(self, **{name: getattr(Recipe, name) for name in of_training})
 
     @property

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.language_model import LanguageModel
 from benchmarks.learning import conversion
 from benchmarks.learning.corpus import Corpus
-from benchmarks.learning.masks import FITTED_WIDTH, WIDTH, ContinuousMGLU, step_accumulators
+from benchmarks.learning.masks import FITTED_WIDTH, WIDTH, ContinuousMGLU, optimizers, step_accumulators
 from benchmarks.learning.recipe import Recipe, take_over
 from benchmarks.learning.schedule import MOST_TOKENS, Windows, held_out_batches, rate, steps_of
 from benchmarks.learning.structure import StructuredMGLU
@@ -86,6 +86,10 @@ class Training:
             self.teacher.load_state_dict(teacher)
             if compiled:
                 self.teacher.compile_parts()
+        if recipe.logits == "bfloat16":
+            for layer in masked_layers(self.model):
+                assert layer.mask_logits is not None
+                layer.mask_logits.data = layer.mask_logits.bfloat16()
         if compiled:
             self.model.compile_parts()
         groups = parameter_groups(
@@ -96,8 +100,8 @@ class Training:
             self.accumulators = [one for group in groups if group["name"] == "mask_logits" for one in group["params"]]
             groups = [group for group in groups if group["name"] != "mask_logits"]
         self.flips_of_rate = recipe.flips / sum(map(self.rate, range(self.steps)))
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), eps=1e-8, fused=device == "cuda")
-        self.largest = [group["lr"] for group in self.optimizer.param_groups]
+        self.optimizers = optimizers(groups, recipe.logits, fused=device == "cuda")
+        self.largest = [group["lr"] for group in self.groups]
         self.windows = Windows(corpus.train, device, recipe.seed if recipe.paired else 0)
         self.statistics = MaskStatistics(self.model) if recipe.has_masks and recipe.structure == "free" else None
         self.first_masks = [packed_masks(layer) for layer in masked_layers(self.model)]
@@ -113,6 +117,11 @@ class Training:
         else:
             take_over(self.model, teacher, start)
 
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
     def rate(self, step: int) -> float:
         """The learning rate of a step as a fraction of the largest."""
         return rate(step, self.steps, self.recipe.last_rate)
@@ -121,14 +130,16 @@ class Training:
         """Take a step and return its loss, without waiting for the device."""
         step = self.progress.step
         stopped = step >= self.recipe.mask_stop * self.steps
-        for group, largest in zip(self.optimizer.param_groups, self.largest, strict=True):
+        for group, largest in zip(self.groups, self.largest, strict=True):
             group["lr"] = 0.0 if stopped and group["name"] == "mask_logits" else largest * self.rate(step)
         self._set_tau()
         with torch.autocast(self.device, torch.bfloat16):
             loss = self.loss(self.windows.batch(self.skipped + step))
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        self.optimizer.step()
+        skipped = self.recipe.logits == "every_second" and step % 2 == 0
+        for optimizer in self.optimizers[:1] if skipped else self.optimizers:
+            optimizer.step()
         for logits in () if stopped else self.accumulators:
             assert logits.grad is not None
             step_accumulators(logits, logits.grad, self.flips_of_rate * self.rate(step))
@@ -169,7 +180,8 @@ class Training:
         with torch.no_grad():
             for parameter, before in zip(self.model.parameters(), parameters, strict=True):
                 parameter.copy_(before)
-        self.optimizer.state.clear()
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
         self.progress = Progress()
 
     def advance(self, last: int) -> None:
@@ -264,7 +276,7 @@ class Training:
             "recipe": asdict(self.recipe),
             "digest": self.corpus.sizes.digest,
             "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "progress": asdict(self.progress),
         }
         write_whole(path, lambda temporary: torch.save(state, temporary))
@@ -281,7 +293,8 @@ class Training:
             if state[what] != own:
                 raise ValueError(f"{path}: the checkpoint is of another {what}: {state[what]}, not {own}")
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         self.progress = Progress(**state["progress"])
 
 

@@ -42,16 +42,6 @@ bool rounds(std::string_view activation_format, const Tensor& x, const Format& f
     return true;
 }
 
-void check_mask_weights(const Tensor& mask_weights, const Tensor& x, std::int64_t n_masks) {
-    if (!is_floating(mask_weights.dtype))
-        refuse(std::string("mask_weights: got dtype ") + name(mask_weights.dtype) + ", must be floating");
-    const bool same_tokens =
-        mask_weights.dims == x.dims && std::equal(x.sizes, x.sizes + x.dims - 1, mask_weights.sizes);
-    if (!same_tokens || mask_weights.last_size() != n_masks)
-        refuse("mask_weights: got shape " + mask_weights.shape() + ", must be x's leading sizes and n_masks");
-    check_device("mask_weights", mask_weights, x);
-}
-
 // Returns the product of all sizes but the last. It cannot overflow, since torch has checked the number of elements.
 std::int64_t count_rows(const Tensor& tensor) {
     std::int64_t rows = 1;
@@ -136,7 +126,7 @@ std::vector<std::int64_t> LayerCall::result_sizes() const {
 
 LayerCall describe(const Given<Tensor>& given) {
     const auto& [x, weight, packed_masks] = std::tie(given.x, given.weight, given.packed_masks);
-    const auto& [mask_weights, weight_scale] = std::tie(given.mask_weights, given.weight_scale);
+    const std::optional<Tensor>& weight_scale = given.weight_scale;
     const Format& format = find_format(given.weight_format);
     check_x_and_weight("x", x, weight, format);
     check_device("weight", weight, x);
@@ -156,11 +146,21 @@ LayerCall describe(const Given<Tensor>& given) {
     call.in_features = x.last_size();
     call.n_masks = packed_masks.sizes[2];
     call.x_row_stride = row_stride(x);
-    if (mask_weights) {
-        check_mask_weights(*mask_weights, x, call.n_masks);
-        call.mask_weight_row_stride = row_stride(*mask_weights);
-    }
+    check_mask_weights(call, call.result_sizes());
     return call;
+}
+
+void check_mask_weights(LayerCall& call, const std::vector<std::int64_t>& result_sizes) {
+    if (!call.mask_weights) return;
+    const Tensor& mask_weights = *call.mask_weights;
+    if (!is_floating(mask_weights.dtype))
+        refuse(std::string("mask_weights: got dtype ") + name(mask_weights.dtype) + ", must be floating");
+    const bool same_tokens = mask_weights.dims == static_cast<std::int64_t>(result_sizes.size()) &&
+                             std::equal(result_sizes.begin(), result_sizes.end() - 1, mask_weights.sizes);
+    if (!same_tokens || mask_weights.last_size() != call.n_masks)
+        refuse("mask_weights: got shape " + mask_weights.shape() + ", must be the result's leading sizes and n_masks");
+    check_device("mask_weights", mask_weights, call.x);
+    call.mask_weight_row_stride = row_stride(mask_weights);
 }
 
 // The CPU kernels need contiguous rows. On a GPU, there are plans for any strides of W and of the masks. The tuned

@@ -103,6 +103,9 @@ class Backend(ABC):
                 its own type of launch.
         """
 
+    def build(self, task: Task, call: Call) -> None:  # noqa: B027 (backends that compile nothing do nothing)
+        """Compile the kernels of a task that the backend can run into the cache of kernels, and load nothing."""
+
     def describe(self, task: Task, call: Call) -> Description:
         """Describe how the backend would run a task that it can run, without compiling anything."""
         return Description(f"kernels of this package, for {call}")

@@ -22,6 +22,8 @@ from vllm.model_executor.layers.fused_moe.router.router_factory import create_fu
 from vllm.model_executor.models.utils import extract_layer_index
 
 from .. import ops
+from ..backends.base import Task
+from ..call import Call
 from ..formats import get_format
 from ..nn.arguments import check_columns, check_int
 from ..transformers.quantization import stored_weights
@@ -233,6 +235,25 @@ class MGLUMoE(nn.Module):
         self.renormalize = getattr(settings, "norm_topk_prob", True)
         self.gate = GateLinear(settings.hidden_size, experts, prefix=f"{prefix}.gate")
         self.experts = ParallelExperts(config, quant_config, f"{prefix}.experts")
+
+    def calls(self, tokens: int) -> list[tuple[Task, Call]]:
+        """Describe the calls of this package's operators for a number of tokens."""
+        mglu, down = self.experts.mglu, self.experts.down_proj
+        experts, columns = mglu.packed_masks.shape[0], mglu.packed_masks.shape[-3]
+        layer = Call.contiguous(
+            down.weight.device,
+            mglu.dtype,
+            0,
+            1,
+            down.out_features,
+            columns,
+            "identity",
+            weight_format=down.weight_format,
+        )
+        return [
+            ("forward", mglu.call(tokens).over_experts(experts, tokens, self.top_k)),
+            ("down", layer.over_experts(experts, tokens, self.top_k, torch.float32)),
+        ]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[tokens, hidden_size]` to `[tokens, hidden_size]`; every rank gets the whole result."""

@@ -13,6 +13,8 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from .. import notices, ops
 from ..activations import get_activation
+from ..backends.base import Task
+from ..call import Call
 from ..formats import get_format
 from ..masks import packed_shape
 from ..nn.arguments import check_columns, check_masks
@@ -77,6 +79,7 @@ class ColumnParallelMGLU(nn.Module):
         self.activation = ACTIVATIONS.get(settings.hidden_act, settings.hidden_act)
         get_activation(self.activation)
         self.loaded: set[str] = set()
+        self.dtype = torch.get_default_dtype()  # vLLM builds a model with the model's dtype as the default
         self.part = part or Part(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
         own = rows_of_rank(self.out_features, self.part.rank, self.part.ranks, self.weight_format, size)
         rows, leading = own.stop - own.start, self.part.leading
@@ -104,6 +107,21 @@ class ColumnParallelMGLU(nn.Module):
     def mask_weights(self, x: Tensor) -> Tensor | None:
         """The mask weights `[tokens, n_masks]`, or None without a router, which means 1 for each mask."""
         return None if self.router is None else top_k_mask_weights(self.router(x), self.top_k)
+
+    def call(self, tokens: int) -> Call:
+        """Describe the call of `forward` for a number of tokens; in a mixture, the call of one expert's layer."""
+        return Call.contiguous(
+            self.packed_masks.device,
+            self.dtype,
+            self.n_masks,
+            tokens,
+            self.packed_masks.shape[-3],
+            self.in_features,
+            self.activation,
+            None if self.router is None else self.dtype,
+            self.weight_format,
+            self.activation_format,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[tokens, in_features]` to `[tokens, out_features / ranks]`."""
@@ -192,6 +210,10 @@ class MGLUMLP(nn.Module):
             prefix=f"{prefix}.down_proj",
             return_bias=False,
         )
+
+    def calls(self, tokens: int) -> list[tuple[Task, Call]]:
+        """Describe the calls of this package's operators for a number of tokens."""
+        return [("forward", self.mglu.call(tokens))]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x `[tokens, hidden_size]` to `[tokens, hidden_size]`; every rank gets the whole result."""

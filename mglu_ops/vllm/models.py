@@ -21,6 +21,7 @@ from vllm.model_executor.models.qwen2 import Qwen2Model
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
 
 from .experts import MGLUMoE, has_experts
+from .kernels import compile_in_background
 from .layers import MGLUMLP, check_loaded
 
 if TYPE_CHECKING:
@@ -73,6 +74,19 @@ class MGLUQwen3Model(Qwen3Model):
         Qwen2Model.__init__(self, vllm_config=vllm_config, prefix=prefix, **layers)
 
 
+def compile_kernels(model: nn.Module, vllm_config: VllmConfig) -> None:
+    """Compile the kernels of all steps in the background, for layers on a GPU.
+
+    vLLM first runs a step with the most tokens, and then captures CUDA graphs of other steps, largest first.
+    """
+    layers = {tuple(one.calls(1)): one for one in model.modules() if isinstance(one, (MGLUMLP, MGLUMoE))}
+    if not any(call.device.type == "cuda" for calls in layers for _, call in calls):
+        return
+    captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
+    steps = dict.fromkeys((vllm_config.scheduler_config.max_num_batched_tokens, *sorted(captured, reverse=True)))
+    compile_in_background([pair for tokens in steps for layer in layers.values() for pair in layer.calls(tokens)])
+
+
 class _LoadedWhole(LlamaForCausalLM):
     """A model that refuses a checkpoint in which tensors of its MGLU layers are missing."""
 
@@ -80,6 +94,7 @@ class _LoadedWhole(LlamaForCausalLM):
         super().__init__(vllm_config=vllm_config, prefix=prefix, **settings)
         if not any(isinstance(module, (MGLUMLP, MGLUMoE)) for module in self.modules()):
             raise TypeError(f"{type(self).__name__}: this version of vLLM has built its own layers in place of MGLU's")
+        compile_kernels(self, vllm_config)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         loaded = super().load_weights(weights)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import baselines, decode, pages
+from benchmarks import baselines, decode, pages, vllm_kernels
 from benchmarks.baselines import TILES, expert_swiglu_variants, tiles_for
 from benchmarks.layers import ROUTINGS, ExpertLayers, Model, masks_of, route
 from benchmarks.records import Row, read, write
@@ -75,16 +75,16 @@ def scaled_grouped_mm(x: Tensor, weight: Tensor, x_scale: Tensor, scale: Tensor,
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 23])
-@pytest.mark.parametrize("weight_format", ["dense", "fp8_row"])
+@pytest.mark.parametrize("weight_format", ["dense", "fp8_row", "int4_group"])
 def test_operators_and_forms_of_swiglu_compute_their_layers(monkeypatch: Any, weight_format: str, tokens: int) -> None:
     """Checks our operators and SwiGLU in torch; `test_triton_kernels_compute_their_layers` checks SwiGLU in Triton."""
     monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(torch, "_scaled_grouped_mm", scaled_grouped_mm)
     baselines._compiled.cache_clear()
-    for whole in {False, weight_format == "dense"}:
+    for whole in (False, True):
         layers = small(tokens, weight_format=weight_format, whole=whole)
         found = [one for one in expert_swiglu_variants(layers) if "Triton" not in one.name]
-        assert len(found) == 1 + (tokens <= 8)
+        assert len(found) == (0 if weight_format == "int4_group" else 1 + (tokens <= 8))
         check([*found, *(decode.our_expert_variant(layers, n_masks) for n_masks in (1, 2))])
     baselines._compiled.cache_clear()
 
@@ -108,7 +108,8 @@ def check_triton() -> None:
     narrow, deep = TILES[0]._replace(depth=16), TILES[-1]._replace(pairs=32, columns=16)
     for tokens, tile, routing in ((1, narrow, "balanced"), (5, deep, "balanced"), (23, narrow, "skewed")):
         baselines.tiles_for = lambda pairs: [tile]  # type: ignore[assignment]  # noqa: B023
-        for options in ({}, {"whole": True}, {"weight_format": "fp8_row"}):
+        stored = {"weight_format": "fp8_row"}
+        for options in ({}, {"whole": True}, stored, {"whole": True, **stored}):
             found = expert_swiglu_variants(small(tokens, routing=routing, **options))
             (variant,) = (one for one in found if "Triton" in one.name)
             check([variant])
@@ -141,6 +142,7 @@ def small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "reader", lambda weights, masks: lambda i: None)
     monkeypatch.setattr(decode, "launches", lambda variant: len(variant.name))
     monkeypatch.setattr(decode, "runs", lambda variant: "128" not in variant.name)
+    monkeypatch.setattr(vllm_kernels, "why_missing", lambda: "vLLM is not installed")
 
 
 @pytest.mark.usefixtures("small_problems")
@@ -151,7 +153,8 @@ def test_rows_of_a_problem(tmp_path: Path) -> None:
     kinds = [(name.partition(",")[0], n_masks) for name, n_masks in by_name]
     ours = [("read ceiling", 1), ("mglu", 1), ("read ceiling", 4), ("mglu", 4)]
     assert kinds[:7] == [*ours, ("SwiGLU bmm", 0), ("SwiGLU grouped_mm", 0), ("SwiGLU Triton", 0)]
-    assert all(one.extra == {"left_out": "refused"} for one in found[7:])
+    assert all(one.extra == {"left_out": "refused"} for one in found[7:-1])
+    assert (found[-1].variant, found[-1].extra) == ("SwiGLU vLLM", {"left_out": "vLLM is not installed"})
     assert {one.case for one in found} == {"small, balanced"}
     mglu = by_name["mglu", 4]
     assert mglu.fraction_of_ceiling == pytest.approx(8.02 / 10.03)
@@ -178,7 +181,7 @@ def test_tables_show_the_fastest_form_and_losses(tmp_path: Path) -> None:
             row("mglu", 10.0, 1, fraction_of_ceiling=0.8, extra=ours, **case),
             row("mglu", 20.0, 4, fraction_of_ceiling=0.5, extra=ours, **case),
             row("SwiGLU bmm, coordinate descent", 15.0, 0, fraction_of_ceiling=NAN, extra=extra, **case),
-            row("SwiGLU Triton, 16 x 32", 16.0, 0, fraction_of_ceiling=NAN, extra=extra, **case),
+            row("SwiGLU vLLM fused_experts", 16.0, 0, fraction_of_ceiling=NAN, extra=extra, **case),
             row("SwiGLU refused", NAN, 0, fraction_of_ceiling=NAN, extra={"left_out": "refused"}, **case),
         ]
 

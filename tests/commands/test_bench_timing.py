@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks import decode, timing
+from benchmarks import decode, timing, vllm_kernels
 from benchmarks.ceiling import GEMM
 from benchmarks.layers import Layers, masks_of
 from benchmarks.timing import Captured, GraphTimer, Timing, Variant, time_graphs, under_load
@@ -186,8 +186,10 @@ def test_rows_of_a_layer(monkeypatch: pytest.MonkeyPatch, tokens: int) -> None:
     monkeypatch.setattr(decode, "reader", lambda weights, masks: lambda i: None)
     monkeypatch.setattr(decode, "gemm", lambda weights: Variant(GEMM, lambda i: weights[i], 2))
     monkeypatch.setattr(decode, "Layers", partial(Layers, device="cpu", count=4))
+    monkeypatch.setattr(vllm_kernels, "why_missing", lambda: "vLLM is not installed")
     (problem,) = decode.Sweep((tokens,), (1,), baselines=decode.BASELINES, shapes={(64, 32): "decode"}).problems()
     rows = {row.variant: row for row in decode.bench(problem, rounds=7)}
+    assert rows.pop("SwiGLU vLLM").extra == {"left_out": "vLLM is not installed"}
     first, *others = together
     assert [name for name in rows if name not in (GEMM, "floor")] == [name for name in first[0] if name != GEMM]
     assert (GEMM in first[0], bool(first[1]), others) == (

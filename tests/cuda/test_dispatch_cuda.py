@@ -17,6 +17,7 @@ from mglu_ops.backends import BACKENDS, cuda
 from mglu_ops.backends.cuda import CudaCall, DecodeMma, TileWgmma, launch, launch_tables, tensor_map
 from mglu_ops.backends.cuda.choice import choose
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
+from mglu_ops.backends.cuda.kernels import experts_down
 from mglu_ops.backends.cuda.tensor_map import MAP_BYTES, Matrix, TensorMaps
 from mglu_ops.call import Call, Layout
 from mglu_ops.given import Given
@@ -100,6 +101,32 @@ def test_without_a_compiler_the_kernels_in_the_cache_run(monkeypatch: pytest.Mon
     assert BACKENDS["cuda"].can_pack(masks)
     monkeypatch.setattr(cuda, "is_cached", lambda *_: False)
     assert not BACKENDS["cuda"].can_pack(masks)
+
+
+@pytest.mark.parametrize("weight_format", ["dense", "fp8_row"])
+def test_kernels_are_compiled_ahead_of_their_calls(weight_format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exactly the kernels that the call will load, except for those that the cache holds."""
+    compiled: list[Any] = []
+    monkeypatch.setattr(cuda, "compile_cubin", lambda *source: compiled.append(source))
+    monkeypatch.setattr(cuda, "is_cached", lambda *source: False)
+    sizes, gpu, backend = (1024, 512), KNOWN_GPUS[9, 0], BACKENDS["cuda"]
+    device, dtype = torch.device("cuda:0"), torch.bfloat16
+    layer = Call.contiguous(device, dtype, 4, 256, *sizes, weight_format=weight_format)
+    down = Call.contiguous(device, dtype, 0, 1, *sizes, "identity", weight_format=weight_format)
+    routed = layer.over_experts(8, 3, 2)
+    for task, call in (("forward", layer), ("forward", routed), ("down", down.over_experts(8, 3, 2, torch.float32))):
+        compiled.clear()
+        dispatch.build(task, call)
+        if task == "down":
+            expected = experts_down.sources(experts_down.launch_for(call, gpu), call, gpu)
+        else:
+            expected = [step.source for step in backend._plan(call, gpu, None)]
+        assert compiled == expected != []
+    first = compiled[0]
+    compiled.clear()
+    monkeypatch.setattr(cuda, "is_cached", lambda *source: source == first)
+    dispatch.build("down", down.over_experts(8, 3, 2, torch.float32))
+    assert first not in compiled
 
 
 def test_explain_reads_tables(monkeypatch: pytest.MonkeyPatch) -> None:

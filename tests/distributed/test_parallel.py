@@ -155,3 +155,17 @@ def test_the_benchmark_measures_one_rank_and_all_of_them(tmp_path: Path) -> None
     assert read_table(tmp_path / "tensor_parallel.csv")[0]["protocol"].startswith("gloo, 2 ranks; down_proj(mglu(x))")
     table = pages.TABLES["tensor_parallel"](tmp_path)
     assert "| 16 x 32 | training step, 4 experts | 6 | 2 ranks, experts, all-to-all |" in table
+
+
+@pytest.mark.long
+def test_the_benchmark_of_fsdp_measures_every_model(tmp_path: Path) -> None:
+    sizes = ["--sizes", "2x32x64x4x2", "--vocabulary", "64", "--length", "16"]
+    masks = ["--n-masks", "0", "2", "--rounds", "3", "--seconds", "0.001"]
+    torchrun("-m", "benchmarks.fsdp", "--out", str(tmp_path), *sizes, *masks)
+    rows = read(tmp_path, "fsdp")
+    assert [(row.variant, row.n_masks, row.tokens, row.shape) for row in rows] == [
+        ("SwiGLU", 0, 2 * 4 * 16, (64, 32)),
+        ("SwiMGLU", 2, 2 * 4 * 16, (64, 32)),
+    ]
+    assert all(row.has_time and row.microseconds > 0 and row.error < 0.02 for row in rows)
+    assert all(row.extra["tokens_per_second"] > 0 and row.extra["alone_us"] > 0 for row in rows)

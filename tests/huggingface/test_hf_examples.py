@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
+import shutil
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +114,89 @@ def test_distill_from_swiglu(capsys: pytest.CaptureFixture[str]) -> None:
     assert is_frozen("build/examples/mglu-llama-distilled")
 
 
+SERVER = """
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+if os.environ.get("BROKEN"):
+    raise ValueError("no such architecture")
+
+class Handler(BaseHTTPRequestHandler):
+    def answer(self, body=b""):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        assert self.path == "/health"
+        self.answer()
+
+    def do_POST(self):
+        assert self.path == "/v1/completions"
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["temperature"] == 0 and asked["model"] == sys.argv[sys.argv.index("--served-model-name") + 1]
+        text = f" {sys.argv[1:3]}, {asked['max_tokens']} tokens, {os.environ['VLLM_HOST_IP']}"
+        self.answer(json.dumps({"choices": [{"text": text}]}).encode())
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+"""A program in place of vLLM's command, which says how it was called."""
+
+
+@pytest.fixture
+def _with_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "vllm" / "entrypoints" / "cli"
+    package.mkdir(parents=True)
+    (package / "main.py").write_text(SERVER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    plugin = EntryPoint("mglu_ops", "mglu_ops.vllm:register", "vllm.general_plugins")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [plugin])
+
+
+@pytest.mark.usefixtures("_with_a_server")
+def test_serve_vllm_trains_serves_and_asks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[Any] = []
+
+    def train_briefly(command: list[Any], check: bool) -> None:
+        commands.append(command)
+        train()
+
+    shutil.rmtree("build", ignore_errors=True)
+    monkeypatch.setattr("subprocess.run", train_briefly)
+    run("serve_vllm.py", "--prompt", "def main(", "--steps", "7")
+    printed = capsys.readouterr().out
+    assert commands == [[sys.executable, EXAMPLES / "train_trainer.py"]]
+    assert "vLLM serves build/examples/mglu-llama-frozen at http://127.0.0.1:" in printed
+    assert "\ndef main( ['serve', 'build/examples/mglu-llama-frozen'], 7 tokens, 127.0.0.1\n" in printed
+    run("serve_vllm.py", "--steps", "1")
+    assert len(commands) == 1, "the model is there"
+
+
+@pytest.mark.usefixtures("_with_a_server")
+def test_serve_vllm_shows_why_a_server_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    train()
+    monkeypatch.setenv("BROKEN", "1")
+    with pytest.raises(SystemExit, match=r"(?s)ValueError: no such architecture.*its log is .*frozen\.vllm\.log"):
+        run("serve_vllm.py")
+
+
+def test_serve_vllm_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(
+        SystemExit, match=r"vLLM is not installed in .*; mglu_ops/vllm/README\.md says how to install it"
+    ):
+        run("serve_vllm.py")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [])
+    with pytest.raises(SystemExit, match="mglu_ops is not installed, so that vLLM does not find its plugin"):
+        run("serve_vllm.py")
+    plugin = EntryPoint("mglu_ops", "mglu_ops.vllm:register", "vllm.general_plugins")
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [plugin])
+    with pytest.raises(SystemExit, match="--model: no model in nowhere; without this option, the example trains one"):
+        run("serve_vllm.py", "--model", "nowhere")
+
+
 @pytest.mark.parametrize("name", ["finetune_lora.py", "serve_generate.py"])
 def test_a_missing_model_is_named(name: str) -> None:
     with pytest.raises(SystemExit, match="--model: no folder nowhere; run python"):
@@ -118,7 +204,15 @@ def test_a_missing_model_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["train_trainer.py", "finetune_lora.py", "distill_from_swiglu.py", "serve_generate.py", "local_text.py"]
+    "name",
+    [
+        "train_trainer.py",
+        "finetune_lora.py",
+        "distill_from_swiglu.py",
+        "serve_generate.py",
+        "serve_vllm.py",
+        "local_text.py",
+    ],
 )
 def test_examples_are_short(name: str) -> None:
     assert len((EXAMPLES / name).read_text().splitlines()) < 120

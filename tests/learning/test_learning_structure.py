@@ -165,7 +165,7 @@ def test_rates_end_at_the_fraction_that_the_recipe_says(last, text):
     for _ in range(run.steps):
         run.step()
     assert run.rate(2) == 1
-    assert [group["lr"] for group in run.optimizer.param_groups] == pytest.approx([1e-2 * last] * 3, abs=1e-4)
+    assert [group["lr"] for group in run.groups] == pytest.approx([1e-2 * last] * 3, abs=1e-4)
 
 
 def test_a_corpus_with_more_tokens_than_the_model_is_refused(text):

@@ -292,12 +292,33 @@ def test_accumulators_are_all_that_the_optimiser_knows_of_a_mask(text):
     before = [layer.mask_logits.detach().clone() for layer in training.masked_layers(run.model)]
     for _ in range(8):
         run.step()
-    state = run.optimizer.state_dict()["state"]
+    state = run.optimizers[0].state_dict()["state"]
     weights = sum(one.numel() for name, one in run.model.named_parameters() if "mask_logits" not in name)
     assert sum(one["exp_avg"].numel() for one in state.values()) == weights
     for first, layer in zip(before, training.masked_layers(run.model), strict=True):
         assert layer.mask_logits.grad is None
         assert not torch.equal(first > 0, layer.mask_logits > 0)
+
+
+@pytest.mark.parametrize("logits", sorted(set(masks.LOGIT_BYTES) - {"adamw_8bit"}))
+def test_each_optimizer_of_logits_keeps_its_bytes_and_learns_masks(logits, text):
+    recipe = tiny_run(text, 8, n_masks=2, logits=logits)
+    run = training.Training(recipe, text, "cpu", compiled=False)
+    layers = training.masked_layers(run.model)
+    before = [layer.mask_logits.detach().clone() for layer in layers]
+    losses = [run.step() for _ in range(8)]
+    held = 0
+    for layer, first in zip(layers, before, strict=True):
+        own = [one.state[layer.mask_logits] for one in run.optimizers if layer.mask_logits in one.state]
+        assert len(own) == 1, "one optimizer steps the logits"
+        held += layer.mask_logits.nbytes
+        held += sum(one.nbytes for one in own[0].values() if isinstance(one, torch.Tensor) and one.numel() > 1)
+        assert not torch.equal(first > 0, layer.mask_logits > 0)
+    # Adafactor's rows and columns are a large share of layers this small.
+    rows_and_columns = [4 * (1 / one.shape[-1] + 1 / one.shape[-2]) * (logits == "adafactor") for one in before]
+    bytes_of_each = [masks.LOGIT_BYTES[logits] + more for more in rows_and_columns]
+    assert held == pytest.approx(sum(one.numel() * own for one, own in zip(before, bytes_of_each, strict=True)))
+    assert all(loss.isfinite() for loss in losses)
 
 
 def test_held_out_loss_is_in_nats_a_byte_of_the_text(text):

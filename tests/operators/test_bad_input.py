@@ -80,7 +80,7 @@ TABLE: list[tuple[str, str, Any, str]] = [
     # Operators, an argument, its wrong value (or a function of the right one), and the error after the argument's name.
     (WITH_X, "x", Tensor.long, rf"got dtype torch.int64, {FLOATS}"),
     (WITH_X, "x", complex64, rf"got dtype torch.complex64, {FLOATS}"),
-    (WITH_X, "x", lambda x: x[:, :1], r"got last size 1 \(shape \[.*, 1\]\), must be weight's in_features 24"),
+    (WITH_X, "x", lambda x: x[:, :1], r"got last size 1 \(shape \[(5|6|12), 1\]\), must be weight's in_features 24"),
     ("forward:int4_group", "x", lambda x: x[:, :23], "got last size 23 .* must be weight's in_features 24"),
     (OF_ONE, "x", SCALAR, r"got a scalar, must be \[\.\.\., in_features\]"),
     (f"experts_forward {SORTED}", "x", lambda x: x[None], r"got shape \[1, \d+, 24\], must be \[(T|S), in_features\]"),
@@ -95,7 +95,7 @@ TABLE: list[tuple[str, str, Any, str]] = [
     (LAYERS, "mask_weights", meta, "got device meta, must be x's device cpu"),
     (LAYERS, "mask_weights", most, r"got shape .*, must be .*\[(5|6, 2|12), 3\]"),
     (LAYERS, "mask_weights", first, r"got shape .*, must be .*\[(5|6, 2|12), 3\]"),
-    (DENSE, "mask_weights", lambda r: r[:, :2], r"got shape \[5, 2\], must be x's leading .* \[5, 3\]"),
+    (DENSE, "mask_weights", lambda r: r[:, :2], r"got shape \[5, 2\], must be the result's leading .* \[5, 3\]"),
     (OF_SORTED, "offs", Tensor.long, "got dtype torch.int64, must be torch.int32, as for torch.nn.functional"),
     (OF_SORTED, "offs", most, r"got shape \[3\], must be \[4\], the end of each expert's rows"),
     (OF_SORTED, "offs", meta, "got device meta, must be x's device cpu"),

@@ -125,12 +125,12 @@ def test_layers_run_and_are_exported_with_nothing_but_torch(site: Path, tmp_path
 
 
 def test_an_import_and_a_call_are_light(site: Path) -> None:
-    """The import takes less than 0.2 s after `import torch`, and both load no Inductor, DTensor or GPU package."""
+    """The import takes less than 0.2 s of a CPU, and both load no Inductor, DTensor or GPU package."""
     code = """
         import time
-        start = time.perf_counter()
+        start = time.process_time()
         import mglu_ops
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
         x, weight = torch.randn(3, 16), torch.randn(4, 16, requires_grad=True)
         torch.ops.mglu.forward(x, weight, torch.ops.mglu.pack_masks(torch.rand(4, 16) > 0.5)).sum().backward()
         unused = "torch._inductor", "torch.distributed.tensor", "mglu_ops.sharding", "triton", "cuda."

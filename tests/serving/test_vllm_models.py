@@ -6,10 +6,7 @@ mglu_ops/vllm/README.md lists the versions with which the tests were run.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -20,9 +17,21 @@ import pytest
 import torch
 
 import mglu_ops
+from mglu_ops.call import Call
 from mglu_ops.formats import FORMATS
+from mglu_ops.given import Given
 from mglu_ops.nn import MGLUFeedForward
 from tests.support.ranks import run_on_ranks
+from tests.support.vllm_engines import (
+    BY_EXPERTS,
+    N_MASKS,
+    TRANSFORMERS_BACKEND,
+    TWO_RANKS,
+    answers,
+    make_small,
+    save_small,
+    start,
+)
 
 pytest.importorskip("vllm", reason="vLLM is not a dependency of the tests: it brings gigabytes and a torch of its own")
 pytest.importorskip("mglu_ops.transformers")
@@ -30,7 +39,7 @@ pytestmark = pytest.mark.long
 
 KINDS = ("llama", "mistral", "qwen3", "qwen3_moe", "mixtral")
 PROMPT, NEW_TOKENS = [1, 5, 9, 30, 2, 7], 12
-HIDDEN, INTERMEDIATE, N_MASKS = 20, 24, 3
+HIDDEN, INTERMEDIATE = 20, 24
 
 
 def test_the_entry_point_registers_the_architectures_and_configs() -> None:
@@ -117,6 +126,10 @@ def check_mlp(rank: int, top_k: int | None, packed: bool, weight_format: str, in
         assert mlp.mglu.weight.dtype == reference.mglu.weight.dtype
         assert mlp.mglu.packed_masks.shape == (intermediate // 2, 3, N_MASKS)
         torch.testing.assert_close(mlp(x), reference(x))
+        layer = mlp.mglu
+        given = (x, layer.weight, layer.packed_masks, "silu", layer.mask_weights(x))
+        stored = (layer.weight_scale, layer.weight_format, layer.activation_format)
+        assert mlp.calls(5) == [("forward", Call.of(Given(*given, *stored)))], "kernels are compiled for this call"
         if weight_format != "dense":
             mglu_ops.quantize(reference, weight_format, activation_format="fp8_token")
             config.quantization_config = entry(weight_format, activation_format="fp8_token")
@@ -137,23 +150,6 @@ def check_mlp(rank: int, top_k: int | None, packed: bool, weight_format: str, in
 )
 def test_a_layer_on_two_ranks(top_k, packed, weight_format, intermediate, tmp_path):
     run_on_ranks(check_mlp, tmp_path, top_k, packed, weight_format, intermediate)
-
-
-def make_small(kind: str, **changes: Any) -> Any:
-    """A small random model of Transformers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2} if kind in ("qwen3_moe", "mixtral") else {}
-    if kind == "qwen3_moe":
-        experts |= {"moe_intermediate_size": 32, "mlp_only_layers": [0], "norm_topk_prob": False}
-    config = AutoConfig.for_model(f"mglu_{kind}", **sizes, **heads, **experts, n_masks=N_MASKS, **changes)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    for parameter in model.parameters():  # larger than usual initial weights, so that generated tokens differ
-        torch.nn.init.normal_(parameter, std=0.2)
-    return model
 
 
 EXPERTS = [
@@ -296,30 +292,13 @@ def test_another_quantizer_has_the_linear_layers(tmp_path: Path) -> None:
     run_on_ranks(check_beside_another, tmp_path)
 
 
-GENERATE = """
-import json, sys
-from vllm import LLM, SamplingParams
-
-if __name__ == "__main__":  # vLLM spawns processes
-    folder, prompt, new_tokens, settings = json.loads(sys.argv[1])
-    sizes = {"max_model_len": 64, "max_num_seqs": 4, "dtype": "float32", "skip_tokenizer_init": True}
-    sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
-    (output,) = LLM(folder, **sizes, **settings).generate([{"prompt_token_ids": prompt}], sampling)
-    print("tokens:", json.dumps(list(output.outputs[0].token_ids)))
-"""
-
-TWO_RANKS = {"tensor_parallel_size": 2}
-BY_EXPERTS = {"enable_expert_parallel": True}
-TRANSFORMERS_BACKEND = {"hf_overrides": {"architectures": ["TransformersForCausalLM"]}}
 EAGER = {"enforce_eager": True}
+SIZES = {"max_model_len": 64, "max_num_seqs": 4, "dtype": "float32"}
 
 
 def make_model(kind: str, learnable_masks: bool, top_k: int | None, weight_format: str, folder: Path) -> list[int]:
     """Save a small random model, and return the tokens that Transformers generates with it."""
-    model = make_small(kind, mask_top_k=top_k, learnable_masks=learnable_masks)
-    if weight_format != "dense":
-        mglu_ops.quantize(model, weight_format)
-    model.save_pretrained(folder)
+    model = save_small(kind, folder, weight_format, mask_top_k=top_k, learnable_masks=learnable_masks)
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return model.generate(torch.tensor([PROMPT]), **options)[0, len(PROMPT) :].tolist()
 
@@ -352,10 +331,8 @@ def test_the_engine_generates_the_tokens_of_transformers(
 ) -> None:
     expected = make_model(kind, learnable_masks, top_k, weight_format, tmp_path / "model")
     assert len(set(expected)) > 1
-    process = generate(options, tmp_path)
-    assert process.returncode == 0, process.stderr[-4000:]
-    (line,) = (line for line in process.stdout.splitlines() if line.startswith("tokens: "))
-    assert json.loads(line.removeprefix("tokens: ")) == expected
+    ((answer,),) = answers(start(tmp_path / "model", [[(PROMPT, NEW_TOKENS)]], {**SIZES, **options}))
+    assert answer.tokens == expected
 
 
 @pytest.mark.parametrize(
@@ -369,21 +346,7 @@ def test_what_the_transformers_backend_cannot_run_is_refused(
     kind: str, weight_format: str, architecture: str, message: str, tmp_path: Path
 ) -> None:
     make_model(kind, False, None, weight_format, tmp_path / "model")
-    process = generate({"hf_overrides": {"architectures": [architecture]}, **EAGER}, tmp_path)
+    options = {"hf_overrides": {"architectures": [architecture]}, **EAGER}
+    process = start(tmp_path / "model", [[(PROMPT, NEW_TOKENS)]], {**SIZES, **options})
     assert process.returncode != 0
     assert message in process.stdout + process.stderr
-
-
-def generate(options: dict[str, Any], tmp_path: Path) -> Any:
-    """Start vLLM in a new process that generates tokens with the model in `tmp_path`."""
-    from vllm.platforms import current_platform
-
-    if not current_platform.device_type:
-        pytest.skip("this vLLM was built for no device, so that its engine does not start")
-    (tmp_path / "generate.py").write_text(GENERATE)
-    environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if current_platform.is_cpu() and "tensor_parallel_size" in options:
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
-    arguments = json.dumps([str(tmp_path / "model"), PROMPT, NEW_TOKENS, options])
-    command = [sys.executable, "generate.py", arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300)

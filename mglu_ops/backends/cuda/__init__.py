@@ -20,7 +20,7 @@ from ...words import counted
 from ..base import Backend, Description, Prepared, Reason, Task, no_kernel
 from . import experts_training, training
 from .choice import LaunchChoice, choose, choose_experts
-from .compiler import has_cuda_core, is_cached
+from .compiler import compile_cubin, has_cuda_core, is_cached
 from .current import current_device, current_stream, empty
 from .device import Gpu, gpu_of
 from .down import CudaDown
@@ -156,6 +156,24 @@ class Cuda(Backend):
             else f"several times slower than by the kernels for aligned layers: {launch.slow_reason}",
             launch.config.rounds_x,
         )
+
+    def build(self, task: Task, call: Call) -> None:
+        """As in `Backend`, for the tasks `forward` and `down`; the kernels of other tasks depend on tensors.
+
+        Raises:
+            CompileError: NVRTC refused a kernel.
+            TableError: a table of launches cannot be used.
+        """
+        gpu = gpu_of(call.device.index)
+        if task == "down":
+            sources = experts_down.sources(experts_down.launch_for(call, gpu), call, gpu)
+        elif task == "forward" and 0 not in call.result_shape:
+            sources = [step.source for step in self._plan(call, gpu, None)]
+        else:
+            return
+        for source in sources:
+            if not is_cached(*source):
+                compile_cubin(*source)
 
     def prepare(self, task: Task, call: Call, launch: Any = None) -> Prepared:
         """Choose the launches of a supported task (or take `launch`), compile their kernels and load them.
