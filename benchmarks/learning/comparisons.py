@@ -202,7 +202,7 @@ def conversions(results: Path) -> str:
         row[f"bytes to SwiGLU, {one.size}"] = f"{loads[one] / loads[same_text]:.2f}"
         row[f"{one.size}, {one.megabytes / one.skip:.1%} of the text"] = of.text(4) if of.is_noise else f"**{of}**"
     if not lines:
-        raise FileNotFoundError(f"{results}: no conversions of SwiGLU and no SwiGLU trained on")
+        raise FileNotFoundError(f"{results}: no such result: conversions of SwiGLU, and SwiGLU trained on")
     return grid("conversion", pd.DataFrame(lines).T.fillna(""))
 
 
@@ -216,7 +216,7 @@ def fits(results: Path) -> str:
     """
     curves, found = (read(results / RESULTS.name / f"pinned_{name}.csv") for name in ("curves", "runs"))
     if "errors" not in curves:
-        raise FileNotFoundError(f"{results}: no runs that began with a fit")
+        raise FileNotFoundError(f"{results}: no such result: runs that began with a fit")
     recipes = dict(zip(found.run, map(recipe_of, found.to_dict("records")), strict=True))
     first = curves[curves.errors.notna()]
     errors = pd.DataFrame([pd.DataFrame(json.loads(one)).mean() for one in first.errors])
