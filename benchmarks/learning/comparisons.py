@@ -6,6 +6,7 @@ the first layer minus the loss of the second, so a negative difference is better
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -15,8 +16,10 @@ from typing import NamedTuple
 import pandas as pd
 
 from benchmarks.frames import grid, markdown
+from benchmarks.learning.experiments import SLOW
+from benchmarks.learning.gather import RESULTS
 from benchmarks.learning.recipe import SIZES, Recipe
-from benchmarks.learning.tables import bytes_of_token, label, runs
+from benchmarks.learning.tables import bytes_of_token, label, read, recipe_of, runs
 
 CLAIMS = pd.read_csv(Path(__file__).with_name("claims.csv"))
 """The claims of the paper: `better` has a lower loss than `worse`, or at most `within` nats a token more.
@@ -183,6 +186,50 @@ def repeats(results: Path) -> str:
     return grid("layer", pd.DataFrame(cells).set_axis(first.recipe.map(label)))
 
 
+def conversions(results: Path) -> str:
+    """The paired differences of converted models to SwiGLU trained on with the same text, and their bytes of a token.
+
+    Raises:
+        FileNotFoundError: no conversion on the corpus `pinned` has been compared yet.
+    """
+    found, lines = runs(results, "pinned"), dict[str, dict[str, str]]()
+    loads, losses = found.groupby("recipe", sort=False).load.first(), losses_of(found)
+    for one, own in losses.items():
+        same_text = replace(one.teacher, start="teacher", skip=one.skip, megabytes=one.megabytes, lr=one.lr)
+        if one.layer == "glu" or same_text not in losses or (of := difference(own, losses[same_text])) is None:
+            continue
+        row = lines.setdefault(label(replace(one, megabytes=Recipe.megabytes)), {})
+        row[f"bytes to SwiGLU, {one.size}"] = f"{loads[one] / loads[same_text]:.2f}"
+        row[f"{one.size}, {one.megabytes / one.skip:.1%} of the text"] = of.text(4) if of.is_noise else f"**{of}**"
+    if not lines:
+        raise FileNotFoundError(f"{results}: no such result: conversions of SwiGLU, and SwiGLU trained on")
+    return grid("conversion", pd.DataFrame(lines).T.fillna(""))
+
+
+def fits(results: Path) -> str:
+    """The mean error of the layers after each step of a fit, by the first points of the curves of `pinned`.
+
+    An error is `E |y' - y|^2 / E |y|^2` for the results y of the teacher's layer and y' of the fit.
+
+    Raises:
+        FileNotFoundError: no run on the corpus `pinned` began with a fit.
+    """
+    curves, found = (read(results / RESULTS.name / f"pinned_{name}.csv") for name in ("curves", "runs"))
+    if "errors" not in curves:
+        raise FileNotFoundError(f"{results}: no such result: runs that began with a fit")
+    recipes = dict(zip(found.run, map(recipe_of, found.to_dict("records")), strict=True))
+    first = curves[curves.errors.notna()]
+    errors = pd.DataFrame([pd.DataFrame(json.loads(one)).mean() for one in first.errors])
+    usual = {"megabytes": SLOW.megabytes, "mask_lr": SLOW.mask_lr, "seed": 0}
+    names = [label(replace(recipes[run].fit, **usual)) for run in first.run]
+    mean = errors.groupby([names, [recipes[run].size for run in first.run]], sort=False).mean()
+    return grid("fit", mean.rename_axis(["fit", "model"]).reset_index("model").map(_figure))
+
+
+def _figure(value: object) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
 def verdict(found: Difference | None, within: float = 0.0) -> str:
     """What the runs say about a claim. `found` is the loss of `worse` minus the loss of `better`."""
     if found is None:
@@ -213,6 +260,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "learning_findings": findings,
     "learning_structure": structure,
     "learning_repeats": repeats,
+    "learning_conversions": conversions,
+    "learning_fits": fits,
     "learning_texts": texts,
 }
 """Name of a table -> the function that makes it from a folder of results."""

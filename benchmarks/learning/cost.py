@@ -35,7 +35,8 @@ def layer_of(recipe: Recipe) -> Recipe:
     """The recipe with defaults in all fields that do not affect the kernels of a step."""
     rates = "lr", "last_rate", "mask_lr", "mask_stop"
     initial = "logits_std", "gate_ratio", "weight_gain", "down_gain", "start", "seed"
-    return replace(recipe, **{n: getattr(Recipe, n) for n in ("megabytes", "skip", "distilled", *rates, *initial)})
+    text = "megabytes", "skip", "distilled", "text_share"
+    return replace(recipe, **{name: getattr(Recipe, name) for name in (*text, *rates, *initial)})
 
 
 def random_text(vocabulary: int, steps: int = 2) -> Corpus:

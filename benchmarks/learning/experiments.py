@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from benchmarks.learning.corpus import BYTES, Corpus, load
 from benchmarks.learning.gather import RESULTS, done
@@ -223,6 +224,62 @@ STRUCTURE = tuple(
 masks or matrices take as much arithmetic as ReLU squared: one dense product and the down projection."""
 
 
+TEXT_OF_TEACHER = SWIGLU.megabytes
+MOST_WIDTH = 1.4375
+"""The largest multiple of 1/16 at which a layer with one mask reads fewer bytes than SwiGLU: 33 * 1.4375 < 48 bits."""
+
+
+def converted(percent: float = 10.0, size: str = "25M", start: str = "joint", **options: Any) -> Recipe:
+    """A trained SwiGLU model that is converted, and trained on more text: a percentage of what its teacher has read.
+
+    With `start="teacher"`, the SwiGLU model itself is trained on.
+    """
+    one = Recipe("glu") if start == "teacher" else replace(SLOW, n_masks=1)
+    shared: dict[str, Any] = {"vocabulary": BYTES, "paired": True, "skip": TEXT_OF_TEACHER, "lr": 3e-4}
+    megabytes = round(percent / 100 * TEXT_OF_TEACHER, 4)
+    return replace(one, size=size, start=start, megabytes=megabytes, **(shared | options))
+
+
+DISTILLED: dict[str, Any] = {"distilled": True, "text_share": 0.5}
+"""Training on the text and on the teacher's predictions. In a model of 1M weights, the mix was better than either."""
+ANNEALED = {**DISTILLED, "continuous": 0.5, "mask_lr": 1.0}
+"""Like DISTILLED, with masks that are continuous in the first half of the steps."""
+
+
+def ablations(percent: float, size: str) -> list[Recipe]:
+    """SwiGLU trained on; one mask, with each step of the conversion added to those before; SwiGLU trained at once."""
+    starts = (converted(percent, size, start) for start in ("teacher", "magnitude", "alternation", "down", "joint"))
+    megabytes = round((1 + percent / 100) * TEXT_OF_TEACHER, 4)
+    at_once = replace(SWIGLU, size=size, megabytes=megabytes, vocabulary=BYTES, paired=True)
+    return [*starts, converted(percent, size, **DISTILLED), converted(percent, size, **ANNEALED), at_once]
+
+
+def variants(percent: float, size: str) -> list[Recipe]:
+    """Wider layers, four masks and 2:4 masks, with all steps of the conversion."""
+    options: tuple[dict[str, Any], ...] = (
+        *({"width": width} for width in (1.25, MOST_WIDTH, 1.5)),
+        {"n_masks": 4},
+        {"n_masks": 4, "width": 1.25},
+        {"structure": "2:4"},
+        {"structure": "2:4", "width": MOST_WIDTH},
+        {"structure": "2:4", "n_masks": 4},
+    )
+    return [converted(percent, size, **DISTILLED, **one) for one in options]
+
+
+def fractions(size: str) -> list[Recipe]:
+    """SwiGLU trained on and its conversions, with less text."""
+    return [
+        one
+        for percent in (1, 3, 0.1)
+        for one in (
+            *(converted(percent, size, start) for start in ("teacher", "magnitude", "joint")),
+            *(converted(percent, size, width=width, **DISTILLED) for width in (1.0, 1.25, MOST_WIDTH)),
+            converted(percent, size, n_masks=4, **DISTILLED),
+        )
+    ]
+
+
 MEMORY = tuple(
     replace(BEST[n_masks], logits=logits, vocabulary=BYTES, paired=True) for logits in LOGIT_BYTES for n_masks in (1, 4)
 )
@@ -377,12 +434,26 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *seeds((replace(one, size="90M") for one in STRUCTURE[:4]), SEEDS),
         *seeds((replace(one, size="90M") for one in STRUCTURE[:6]), PAIRED_SEEDS),
     ],
+    # A trained SwiGLU model is converted layer by layer: what does each step of the fit gain, with how much text?
+    # The most informative runs come first.
+    "conversion": [
+        *seeds(ablations(10, "25M")),
+        *seeds(
+            one for lr in (6e-4, 1e-3) for one in (converted(start="teacher", lr=lr), converted(lr=lr, **DISTILLED))
+        ),
+        *(
+            one
+            for size in ("25M", "90M")
+            for recipes in (ablations(10, size), variants(10, size), fractions(size))
+            for one in seeds(recipes)
+        ),
+    ],
     # The memory of masks in training, and the loss that saving it costs.
     "memory": seeds(MEMORY),
 }
 """Name of an experiment -> its runs. A run in several experiments on the same text is trained once."""
-USUAL = [name for name in EXPERIMENTS if name not in ("text", "structure", "memory")]
-"""The experiments that read the corpus `python`; `text` reads `texts`, and the other two read `pinned`."""
+USUAL = [name for name in EXPERIMENTS if name not in ("text", "structure", "conversion", "memory")]
+"""The experiments that read the corpus `python`; `text` reads `texts`, and the other three read `pinned`."""
 
 
 def chosen(names: Iterable[str]) -> list[Recipe]:

@@ -20,7 +20,7 @@ from benchmarks.records import read_table, write_table
 RESULTS = Path("benchmarks/results/learning")
 SHARED = ("protocol", "corpus")
 """All runs of a table share the facts whose name, up to its first dot, is one of these."""
-ONLY_IN_CURVES = ("step", "megabytes", "seconds", "gate_ratios")
+ONLY_IN_CURVES = ("step", "megabytes", "seconds", "gate_ratios", "errors")
 """Columns of a point that the row of a run leaves out, for example because the head of the run has them."""
 
 

@@ -15,10 +15,14 @@ from torch import Tensor
 
 from mglu_ops.activations import get_activation
 from mglu_ops.nn import MGLU
+from mglu_ops.nn.masked_linear import LOGITS_STD
 
 WIDTH = 0.05
 """Initial tau of `ContinuousMGLU`. Initial logits have a standard deviation of 0.01, so nearly all masks start between
 0 and 1."""
+FITTED_WIDTH = 2 * LOGITS_STD
+"""Initial tau of a fitted layer. Its logits are LOGITS_STD or -LOGITS_STD, so its masks start as 0 and 1, at the ends
+of the range in which they are continuous."""
 
 
 BETAS, EPS = (0.9, 0.99), 1e-8

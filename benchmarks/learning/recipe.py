@@ -14,6 +14,7 @@ from torch.nn.utils import parametrize
 
 from benchmarks.decoder import Block, Projection, Sizes
 from benchmarks.language_model import LanguageModel
+from benchmarks.learning import conversion
 from benchmarks.learning.masks import LOGIT_BYTES, ContinuousMGLU, start_accumulators
 from benchmarks.learning.mixture import Mixture
 from benchmarks.learning.structure import PrunedGLU, StructuredMGLU
@@ -75,9 +76,11 @@ class Recipe:
         scale: a factor of the gated projection's result, before the down projection.
         weight_gain: a factor of the initial weights of the layer.
         down_gain: a factor of the initial weight of the down projection.
-        start: how the model is converted from a trained SwiGLU model (`teacher`), a key of
-            `mglu_ops.nn.conversion.WEIGHTS`; None for random parameters.
+        start: how the model is converted from a trained SwiGLU model (`teacher`): a key of
+            `mglu_ops.nn.conversion.WEIGHTS`, or the last step of a fit, one of `conversion.STEPS`. `teacher`, for `glu`
+            only, goes on with the trained model itself. None for random parameters.
         distilled: whether the model learns the predictions of its teacher instead of the text; needs `start`.
+        text_share: the share of the text's cross entropy in the loss of a distilled model, beside the predictions'.
         skip: the text that the run skips first, in 10^6 bytes; with `start`, the teacher has read it.
         structure: `2:4` for masks of `mglu` with two ones among each four columns, or for matrices of `glu` that keep
             two of each four weights (`benchmarks.learning.structure`); `free` for neither.
@@ -115,6 +118,7 @@ class Recipe:
     down_gain: float = 1.0
     start: str | None = None
     distilled: bool = False
+    text_share: float = 0.0
     skip: float = 0.0
     structure: Structure = "free"
     centered: bool = False
@@ -135,9 +139,12 @@ class Recipe:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, must be one of {', '.join(values)}")
-        if self.start is not None and (self.start not in WEIGHTS or self.layer != "mglu"):
+        starts = {"mglu": (*WEIGHTS, *conversion.STEPS), "glu": ("teacher",)}
+        is_routed_fit = self.is_fitted and self.top_k is not None
+        if self.start is not None and (self.start not in starts.get(self.layer, ()) or is_routed_fit):
             raise ValueError(
-                f"start: got {self.start!r} for {self.layer}, must be one of {', '.join(WEIGHTS)} for mglu"
+                f"start: got {self.start!r} for {self.layer}, must be teacher for glu or one of "
+                f"{', '.join(starts['mglu'])} for mglu, and one of {', '.join(WEIGHTS)} with top_k"
             )
         if not 1 <= self.active <= self.experts:
             raise ValueError(f"active: got {self.active}, must be from 1 to experts, {self.experts}")
@@ -150,25 +157,27 @@ class Recipe:
             value = getattr(self, name)
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}: got {value}, must be from 0 to 1")
-            if value and not self.may_learn_otherwise:
+            if value and not (self.may_learn_otherwise or (name == "continuous" and self.is_fitted)):
                 raise ValueError(
                     f"{name}: got {value} for {self.layer}, must be 0 unless the masks of mglu are learned with the "
-                    "identity gradient and without top_k, experts and a start"
+                    "identity gradient and without top_k, experts and a start; after a fit, continuous may be more"
                 )
         if self.continuous and self.flips:
             raise ValueError(f"flips: got {self.flips} for masks that are continuous, must be 0")
         if self.distilled and self.start is None:
             raise ValueError("distilled: got True without a start, whose teacher makes the predictions")
+        if not 0 <= self.text_share <= 1 or (self.text_share and not self.distilled):
+            raise ValueError(f"text_share: got {self.text_share}, must be from 0 to 1, and 0 unless distilled")
         if self.logits != "adamw" and not (self.has_masks and self.learned and not self.flips):
             raise ValueError(f"logits: got {self.logits!r} for {self.layer}, must be 'adamw' unless logits are learned")
         self._check_structure()
 
     def _check_structure(self) -> None:
-        is_masked = self.may_learn_otherwise and not self.continuous and not self.flips
+        is_masked = (self.may_learn_otherwise or self.is_fitted) and not self.continuous and not self.flips
         if self.structure == "2:4" and not is_masked and (self.layer != "glu" or self.is_mixture):
             raise ValueError(
                 f"structure: got 2:4 for {self.layer}, must be free unless the masks of mglu are learned with our "
-                "recipe's gradient and optimiser, or for glu, without experts"
+                "recipe's gradient and optimiser, from random parameters or from a fit, or for glu, without experts"
             )
         for name, layer in (("centered", "mglu"), ("decay", "glu")):
             if getattr(self, name) and (self.layer, self.structure) != (layer, "2:4"):
@@ -189,9 +198,20 @@ class Recipe:
         return self.experts > 1
 
     @property
+    def is_fitted(self) -> bool:
+        return self.start in conversion.STEPS
+
+    @property
     def teacher(self) -> Recipe:
-        """The recipe of the SwiGLU model that `start` converts."""
-        return Recipe("glu", size=self.size, width=self.width, megabytes=self.skip, seed=self.seed)
+        """The recipe of the SwiGLU model that `start` converts. Its width is 1."""
+        one = Recipe("glu", size=self.size, megabytes=self.skip, seed=self.seed)
+        return replace(one, vocabulary=self.vocabulary, paired=self.paired)
+
+    @property
+    def fit(self) -> Recipe:
+        """The recipe with defaults for all fields on which a fit does not depend: the training after it."""
+        of_training = "lr", "last_rate", "mask_lr", "mask_stop", "continuous", "distilled", "text_share", "logits"
+        return replace(self, **{name: getattr(Recipe, name) for name in of_training})
 
     @property
     def changes(self) -> dict[str, Any]:

@@ -14,20 +14,21 @@ import argparse
 import json
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
+from torch import Tensor
 
 from benchmarks.language_model import count
 from benchmarks.learning.corpus import Corpus, load
 from benchmarks.learning.mixture import expert_weights
 from benchmarks.learning.recipe import KINDS, Recipe
-from benchmarks.learning.schedule import points
-from benchmarks.learning.training import Training, keep_all_graphs, masked_layers
+from benchmarks.learning.schedule import points, steps_of
+from benchmarks.learning.training import FIT_STEPS, Training, fitted, keep_all_graphs, masked_layers
 from benchmarks.records import environment, write_table, write_whole
 
 PROTOCOL = (
@@ -58,7 +59,8 @@ def run(
     """Train, and write `NAME.csv` into a folder, where NAME is `recipe.name`. Return whether the run is finished.
 
     A recipe with a `start` first trains its teacher, or waits for the process that trains it, unless the folder has the
-    teacher's `NAME.weights`. Processes that share a folder never train the same run at once.
+    teacher's `NAME.weights`. Runs that differ only in the training after a fit share the fit, in the folder `fits`.
+    Processes that share a folder never train the same run at once.
 
     Args:
         recipe: what to train.
@@ -86,7 +88,21 @@ def run(
             except TimeoutError:
                 return False
             teacher = torch.load(weights, map_location=device, weights_only=True)
-        return _run(Training(recipe, corpus, device, compiled, teacher), out, end, keeps_weights)
+        fit = _fit(recipe, corpus, teacher, out / "fits", device) if teacher and recipe.is_fitted else None
+        return _run(Training(recipe, corpus, device, compiled, teacher, fit), out, end, keeps_weights)
+
+
+def _fit(recipe: Recipe, corpus: Corpus, teacher: dict[str, Tensor], folder: Path, device: str) -> dict[str, Any]:
+    """Fit the recipe's model to its teacher, or load the fit if a run with the same fit has left it in the folder."""
+    if steps_of(recipe.megabytes, corpus) > FIT_STEPS:
+        recipe = replace(recipe, megabytes=Recipe.megabytes)  # more text does not change the sample
+    path = folder / f"{recipe.fit.name}.fit"
+    folder.mkdir(exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        if not path.is_file():
+            made = fitted(recipe, corpus, teacher, device)
+            write_whole(path, lambda temporary: torch.save(made, temporary))
+        return torch.load(path, map_location=device, weights_only=True)
 
 
 def _run(training: Training, out: Path, end: float, keeps_weights: bool = False) -> bool:
@@ -96,6 +112,8 @@ def _run(training: Training, out: Path, end: float, keeps_weights: bool = False)
     training.warm_up()
     if checkpoint.is_file():
         training.restore(checkpoint)
+    elif recipe.start is not None:
+        training.progress.rows.append(training.first_point())
     saved = time.perf_counter()
     for last in points(training.steps):
         if last <= training.progress.step:

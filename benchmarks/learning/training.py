@@ -16,8 +16,9 @@ from torch._dynamo import config as dynamo_config
 from torch.nn.functional import cross_entropy
 
 from benchmarks.language_model import LanguageModel
+from benchmarks.learning import conversion
 from benchmarks.learning.corpus import Corpus
-from benchmarks.learning.masks import WIDTH, ContinuousMGLU, optimizers, step_accumulators
+from benchmarks.learning.masks import FITTED_WIDTH, WIDTH, ContinuousMGLU, optimizers, step_accumulators
 from benchmarks.learning.recipe import Recipe, take_over
 from benchmarks.learning.schedule import MOST_TOKENS, Windows, held_out_batches, rate, steps_of
 from benchmarks.learning.structure import StructuredMGLU
@@ -28,6 +29,8 @@ from mglu_ops.nn.masked_linear import packed_logits
 
 WEIGHT_DECAY = 0.1
 MAX_NORM = 1.0
+FIT_STEPS = 8
+"""The sample of a fit is the text of the first 8 steps of training, or of all steps if there are fewer."""
 
 
 # Most runs need the same graphs as an earlier run, so a process keeps all graphs instead of compiling them again.
@@ -49,7 +52,8 @@ class Progress:
 class Training:
     """A run in progress on a device, "cuda" or "cpu"; `compiled` says whether blocks and loss are compiled.
 
-    `teacher` is the state dict of the trained `recipe.teacher`, if the recipe has a `start`.
+    `teacher` is the state dict of the trained `recipe.teacher`, if the recipe has a `start`. `fit` is the result of
+    `fitted`, if the start is a fit.
     """
 
     def __init__(
@@ -59,12 +63,14 @@ class Training:
         device: str = "cuda",
         compiled: bool = True,
         teacher: Mapping[str, Tensor] | None = None,
+        fit: Mapping[str, Any] | None = None,
     ) -> None:
         if device == "cuda":
             release()  # so that the previous run's memory does not count in `peak_mb`
         if (tokens := len(corpus.token_bytes)) > recipe.sizes.vocabulary:
             raise ValueError(f"vocabulary: got {recipe.sizes.vocabulary}, must be at least the corpus's {tokens}")
         self.recipe, self.corpus, self.device = recipe, corpus, device
+        self.errors: list[dict[str, float]] = []
         self.steps, self.progress = max(1, steps_of(recipe.megabytes, corpus)), Progress()
         self.skipped = steps_of(recipe.skip, corpus)
         with torch.device(device):
@@ -72,7 +78,7 @@ class Training:
         if recipe.start is not None:
             if teacher is None:
                 raise ValueError(f"teacher: got None, must be the state of {recipe.teacher.name}")
-            take_over(self.model, teacher, recipe.start)
+            self._start(recipe.start, teacher, fit)
         self.teacher: LanguageModel | None = None
         if recipe.distilled and teacher is not None:
             with torch.device(device):
@@ -100,6 +106,17 @@ class Training:
         self.statistics = MaskStatistics(self.model) if recipe.has_masks and recipe.structure == "free" else None
         self.first_masks = [packed_masks(layer) for layer in masked_layers(self.model)]
 
+    def _start(self, start: str, teacher: Mapping[str, Tensor], fit: Mapping[str, Any] | None) -> None:
+        """Set the model to a conversion of the teacher, or to the teacher."""
+        if self.recipe.is_fitted:
+            fit = fitted(self.recipe, self.corpus, teacher, self.device) if fit is None else fit
+            self.model.load_state_dict(fit["model"])
+            self.errors = fit["errors"]
+        elif start == "teacher":
+            self.model.load_state_dict(teacher)
+        else:
+            take_over(self.model, teacher, start)
+
     @property
     def groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all optimizers."""
@@ -115,9 +132,7 @@ class Training:
         stopped = step >= self.recipe.mask_stop * self.steps
         for group, largest in zip(self.groups, self.largest, strict=True):
             group["lr"] = 0.0 if stopped and group["name"] == "mask_logits" else largest * self.rate(step)
-        for layer in masked_layers(self.model):
-            if isinstance(layer, ContinuousMGLU):
-                layer.set_tau(WIDTH * max(0.0, 1 - step / (self.recipe.continuous * self.steps)))
+        self._set_tau()
         with torch.autocast(self.device, torch.bfloat16):
             loss = self.loss(self.windows.batch(self.skipped + step))
         loss.backward()
@@ -132,13 +147,28 @@ class Training:
         self.progress.step += 1
         return loss.detach()
 
+    def _set_tau(self) -> None:
+        """Set the width of continuous masks for the next step."""
+        width = FITTED_WIDTH if self.recipe.is_fitted else WIDTH
+        for layer in masked_layers(self.model):
+            if isinstance(layer, ContinuousMGLU):
+                layer.set_tau(width * max(0.0, 1 - self.progress.step / (self.recipe.continuous * self.steps)))
+
+    def first_point(self) -> dict[str, Any]:
+        """The point of a converted model's learning curve before the first step, with the errors of its fit."""
+        self._set_tau()
+        return self.point(math.nan, math.nan) | ({"errors": json.dumps(self.errors)} if self.errors else {})
+
     def loss(self, batch: Tensor) -> Tensor:
-        """The mean cross entropy over tokens, with the text or with the teacher's predictions as the target."""
+        """The mean cross entropy over tokens, with the text, the teacher's predictions or a mix as the target."""
         if self.teacher is None:
             return self.model(batch)
         with torch.no_grad():
             predicted = self.teacher.logits(batch[:, :-1]).flatten(0, 1).float().softmax(-1)
-        return cross_entropy(self.model.logits(batch[:, :-1]).flatten(0, 1).float(), predicted)
+        logits = self.model.logits(batch[:, :-1]).flatten(0, 1).float()
+        if not (share := self.recipe.text_share):
+            return cross_entropy(logits, predicted)
+        return (1 - share) * cross_entropy(logits, predicted) + share * cross_entropy(logits, batch[:, 1:].flatten())
 
     def warm_up(self) -> None:
         """Compile what steps and evaluations need by running them, then restore the initial state."""
@@ -266,6 +296,23 @@ class Training:
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.progress = Progress(**state["progress"])
+
+
+def fitted(recipe: Recipe, corpus: Corpus, teacher: Mapping[str, Tensor], device: str) -> dict[str, Any]:
+    """Fit the model of a recipe to its teacher, whose state dict is given (`conversion.fit_model`).
+
+    Returns:
+        `model`, the state dict of the fitted model, and `errors`, the errors of each layer after each step of the fit.
+    """
+    assert recipe.start is not None
+    with torch.device(device):
+        model, trained = recipe.model(), recipe.teacher.model()
+    trained.load_state_dict(teacher)
+    windows, first = Windows(corpus.train, device, recipe.seed if recipe.paired else 0), steps_of(recipe.skip, corpus)
+    steps = min(FIT_STEPS, max(1, steps_of(recipe.megabytes, corpus)))
+    tokens = torch.cat([windows.batch(first + step)[:, :-1] for step in range(steps)])
+    errors = conversion.fit_model(model, trained, tokens, recipe.start, recipe.structure)
+    return {"model": model.state_dict(), "errors": errors}
 
 
 def masked_layers(model: nn.Module) -> list[MGLU | NaiveMGLU]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -103,7 +104,9 @@ def test_a_seed_that_diverged_is_not_left_out_of_a_mean(tmp_path):
     assert np.isnan(tables.by_recipe(tables.runs(tabled(tmp_path))).held_out[Recipe("glu")])
 
 
-@pytest.mark.parametrize("corpus", [experiments.USUAL, ["text"], ["structure"]], ids=("python", "texts", "pinned"))
+@pytest.mark.parametrize(
+    "corpus", [experiments.USUAL, ["text"], ["structure", "conversion"]], ids=("python", "texts", "pinned")
+)
 def test_layers_of_a_corpus_have_names_of_their_own(corpus):
     layers = {replace(one, seed=0) for one in experiments.chosen(corpus)}
     assert len({(tables.label(one), one.size) for one in layers}) == len(layers)
@@ -189,7 +192,7 @@ def test_the_pareto_plot_has_layers_to_choose_and_the_best_for_each_cost(tmp_pat
 
 
 def test_claims_and_comparisons_are_about_layers_that_are_trained():
-    corpora = {"python": experiments.USUAL, "texts": ["text"], "pinned": ["structure"]}
+    corpora = {"python": experiments.USUAL, "texts": ["text"], "pinned": ["structure", "conversion"]}
     asked = comparisons.COMPARISONS
     assert {*asked.corpus} == {*corpora}
     assert not asked.duplicated(["corpus", "question", "layer", "compared with"]).any()
@@ -272,6 +275,26 @@ def test_layers_of_structure_are_compared_by_runs_with_the_same_seed(tmp_path):
     one, other = pd.Series([1.5]), pd.Series([1.0], [1])
     assert comparisons.difference(one, other) is None  # no seed is in both
     assert str(comparisons.difference(one, other.set_axis([0]))) == "+0.5000"
+
+
+def test_conversions_are_compared_with_swiglu_trained_on_with_the_same_text(tmp_path):
+    finished(tmp_path, experiments.STRUCTURE[0], 0.7, "pinned")
+    for table in (comparisons.conversions, comparisons.fits):
+        with pytest.raises(FileNotFoundError, match="no "):
+            table(tabled(tmp_path, "pinned"))
+    on, magnitude, *_, joint = experiments.ablations(10, "25M")[:5]
+    errors = json.dumps([{"magnitude": 0.25, "joint": 0.01}, {"magnitude": 0.35, "joint": 0.03}])
+    for seed, loss in enumerate((0.70, 0.72)):
+        finished(tmp_path, replace(on, seed=seed), loss, "pinned")
+        finished(tmp_path, replace(magnitude, seed=seed), loss + 0.03, "pinned")
+        finished(tmp_path, replace(joint, seed=seed), loss + 0.01 * seed, "pinned", errors=errors)
+    found = comparisons.conversions(tabled(tmp_path, "pinned")).splitlines()
+    assert found[0] == "| conversion | bytes to SwiGLU, 25M | 25M, 10.0% of the text |"
+    assert found[2] == "| 1 mask, lr 0.0003, start joint | 1.00 | +0.0050 ± 0.0635 |"
+    assert found[3] == "| 1 mask, lr 0.0003, start magnitude | 1.00 | **+0.0300 ± 0.0000** |"
+    head, _, line = comparisons.fits(tmp_path).splitlines()
+    assert head == "| fit | model | magnitude | joint |"
+    assert line == "| 1 mask, start joint | 25M | 0.3000 | 0.0200 |"
 
 
 @pytest.mark.gpu
