@@ -13,7 +13,7 @@ import torch
 
 import mglu_ops
 from mglu_ops import dispatch
-from mglu_ops.backends import BACKENDS, cuda
+from mglu_ops.backends import BACKENDS, cuda, triton
 from mglu_ops.backends.cuda import CudaCall, DecodeMma, TileWgmma, launch, launch_tables, tensor_map
 from mglu_ops.backends.cuda.choice import choose
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
@@ -101,6 +101,21 @@ def test_without_a_compiler_the_kernels_in_the_cache_run(monkeypatch: pytest.Mon
     assert BACKENDS["cuda"].can_pack(masks)
     monkeypatch.setattr(cuda, "is_cached", lambda *_: False)
     assert not BACKENDS["cuda"].can_pack(masks)
+
+
+@pytest.mark.parametrize("is_routed", [False, True])
+def test_training_needs_a_compiler_and_experts_need_triton_too(
+    is_routed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = Call.contiguous(torch.device("cuda:0"), torch.bfloat16, 2, 6, 64, 32)
+    call = call.over_experts(4, 6, 2) if is_routed else call
+    for problem in (None, "triton is not installed"):
+        monkeypatch.setattr(triton, "device_reason", lambda device: problem)  # noqa: B023
+        for task in ("train", "backward"):
+            reason = BACKENDS["cuda"].reason(task, call)
+            assert (None if reason is None else str(reason)) == (problem if is_routed else None)
+    monkeypatch.setattr(cuda, "has_cuda_core", lambda: False)
+    assert str(BACKENDS["cuda"].reason("train", call)) == "cuda-core is not installed (pip install cuda-core)"
 
 
 @pytest.mark.parametrize("weight_format", ["dense", "fp8_row"])

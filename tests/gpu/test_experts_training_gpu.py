@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mglu_ops import dispatch
 from mglu_ops.activations import ACTIVATIONS
+from mglu_ops.backends import triton
 from mglu_ops.backends.cuda import experts_training
 from mglu_ops.backends.triton import experts as triton_experts
 from tests.support.budgets import NAIVE_FACTOR, relative_error
@@ -31,7 +32,7 @@ every_dtype = pytest.mark.parametrize("dtype", [BF16, F16, F32])
 
 @pytest.fixture(autouse=True)
 def _needs_grouped_products() -> None:
-    if reason := experts_training.unsupported_reason(torch.device("cuda", 0), BF16):
+    if reason := triton.device_reason(torch.device("cuda", 0)):
         pytest.skip(reason)
 
 

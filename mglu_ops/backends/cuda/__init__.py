@@ -17,6 +17,7 @@ from ...activations import ACTIVATIONS
 from ...call import Call
 from ...given import Given
 from ...words import counted
+from .. import triton
 from ..base import Backend, Description, Prepared, Reason, Task, no_kernel
 from . import experts_training, training
 from .choice import LaunchChoice, choose, choose_experts
@@ -121,7 +122,7 @@ class Cuda(Backend):
         if not has_cuda_core():
             return Reason("cuda-core is not installed (pip install cuda-core)")
         if call.routing is not None:
-            text = experts_training.unsupported_reason(call.device, call.dtype)
+            text = triton.device_reason(call.device)  # Triton kernels are a part of every step
             return None if text is None else Reason(text)
         if gpu_of(call.device.index).arch < (8, 0):
             return Reason("compute capability is below 8.0", is_loss=False)

@@ -36,9 +36,7 @@ from ...masks import packed_width
 from ...sizes import round_up
 from .. import gradients
 from ..gradients import Part
-from ..triton import device_reason
 from ..triton.experts import ascending, product
-from .compiler import has_cuda_core
 from .device import gpu_of
 from .kernels import training_steps as steps
 from .kernels.tile_wgmma_training import partials_of, training_items
@@ -48,15 +46,6 @@ from .training import LayerSteps
 _MULTIPLE = 8
 """out_features and in_features are padded to multiples of 8, since `grouped_mm` needs 16-byte aligned rows, and
 unaligned rows are slow in Triton."""
-
-
-def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why this module cannot train experts in this dtype on this GPU; None if it can."""
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"no kernels of a training step for {dtype}, only for torch.float16 and torch.bfloat16"
-    if not has_cuda_core():
-        return "cuda-core is not installed (pip install cuda-core)"
-    return device_reason(device)
 
 
 class ForwardTrain:
