@@ -259,7 +259,7 @@ def test_ends_that_are_not_valid_count_as_the_nearest_valid_ones() -> None:
 @pytest.mark.parametrize("needed", sample(range(4), 4))
 @pytest.mark.usefixtures("plain_products")
 def test_a_step_of_experts_computes_only_what_is_needed(needed: int) -> None:
-    layer = TrainingLayer.of_experts("cpu", BF16, [20, 12], 16, 24, 2, mask_weights_dtype=F32)
+    layer = TrainingLayer.of_experts("cpu", BF16, [20, 12], 16, 24, 2, unowned=3, mask_weights_dtype=F32)
     every = run_experts(layer)
     needs = [i == needed for i in range(4)]
     for name, tensor in run_experts(layer, needs).items():
