@@ -222,7 +222,7 @@ ExpertsCall describe_experts(const Given<Tensor>& given) {
     call.top_k = is_sorted ? 1 : routing.sizes[1];
     call.rows = x.sizes[0] * call.top_k;
     call.layer.mask_weights = given.mask_weights;
-    check_mask_weights(call.layer, call.result_sizes());
+    if (given.mask_weights) check_mask_weights(call.layer, call.result_sizes());
     call.weight_stride = weight.strides[0];
     call.masks_stride = packed_masks.strides[0];
     call.scale_stride = given.weight_scale ? given.weight_scale->strides[0] : 0;

@@ -146,12 +146,11 @@ LayerCall describe(const Given<Tensor>& given) {
     call.in_features = x.last_size();
     call.n_masks = packed_masks.sizes[2];
     call.x_row_stride = row_stride(x);
-    check_mask_weights(call, call.result_sizes());
+    if (call.mask_weights) check_mask_weights(call, call.result_sizes());
     return call;
 }
 
 void check_mask_weights(LayerCall& call, const std::vector<std::int64_t>& result_sizes) {
-    if (!call.mask_weights) return;
     const Tensor& mask_weights = *call.mask_weights;
     if (!is_floating(mask_weights.dtype))
         refuse(std::string("mask_weights: got dtype ") + name(mask_weights.dtype) + ", must be floating");

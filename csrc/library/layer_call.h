@@ -60,7 +60,7 @@ struct LayerCall : Given<Tensor> {
 // Reads only metadata. Throws std::invalid_argument if no kernel could compute the call even with contiguous tensors.
 LayerCall describe(const Given<Tensor>& given);
 
-// Checks the mask weights, if there are any, against the sizes of the result, and sets mask_weight_row_stride.
+// Checks the mask weights of a call that has some against the sizes of its result, and sets mask_weight_row_stride.
 void check_mask_weights(LayerCall& call, const std::vector<std::int64_t>& result_sizes);
 
 // Checks of single arguments, which the operators over experts use too. They throw std::invalid_argument. Messages call
