@@ -21,7 +21,7 @@ from vllm.model_executor.models.qwen2 import Qwen2Model
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
 
 from .experts import MGLUMoE, has_experts
-from .kernels import compile_in_background
+from .kernels import compile_in_background, steps
 from .layers import MGLUMLP, check_loaded
 
 if TYPE_CHECKING:
@@ -75,16 +75,13 @@ class MGLUQwen3Model(Qwen3Model):
 
 
 def compile_kernels(model: nn.Module, vllm_config: VllmConfig) -> None:
-    """Compile the kernels of all steps in the background, for layers on a GPU.
-
-    vLLM first runs a step with the most tokens, and then captures CUDA graphs of other steps, largest first.
-    """
+    """Compile the kernels of all steps in the background, for layers on a GPU."""
     layers = {tuple(one.calls(1)): one for one in model.modules() if isinstance(one, (MGLUMLP, MGLUMoE))}
     if not any(call.device.type == "cuda" for calls in layers for _, call in calls):
         return
     captured = vllm_config.compilation_config.cudagraph_capture_sizes or ()
-    steps = dict.fromkeys((vllm_config.scheduler_config.max_num_batched_tokens, *sorted(captured, reverse=True)))
-    compile_in_background([pair for tokens in steps for layer in layers.values() for pair in layer.calls(tokens)])
+    sizes = steps(captured, vllm_config.scheduler_config.max_num_batched_tokens)
+    compile_in_background(pair for tokens in sizes for layer in layers.values() for pair in layer.calls(tokens))
 
 
 class _LoadedWhole(LlamaForCausalLM):
