@@ -11,6 +11,7 @@ import gzip
 import json
 import random
 import re
+import statistics
 import sys
 import time
 from collections import defaultdict
@@ -28,6 +29,8 @@ PROMPT, NEW_TOKENS = 16, 128
 """Tokens of a prompt before decoding, and steps that are timed."""
 PROMPTS = (8, 1024)
 """Number and length of the prompts of `prompts`, for which one step has room."""
+PROMPT_ROUNDS = 3
+"""Calls with these prompts for each round, because such a call is short and its time varies."""
 REQUESTS, PROMPT_RANGE, NEW_RANGE = 64, (128, 1024), (16, 256)
 """Number of requests of the mixed load, and the ranges of their prompts and of their new tokens."""
 ENGINE: dict[str, Any] = {
@@ -55,7 +58,7 @@ class Spec:
         folder: the folder of the model's config.json.
         engine: arguments of `LLM`, besides the folder.
         sequences: the numbers of sequences for which decoding is measured.
-        rounds: calls of each kind in each answer.
+        rounds: calls of each kind in each answer; of `prompts`, `PROMPT_ROUNDS` times as many.
         answers: the file to which answers are appended.
         profile: the folder for a profile of `sequences[0]`, in place of times; empty for none.
     """
@@ -171,9 +174,10 @@ def measure(llm: Any, sequences: Sequence[int], rounds: int) -> dict[str, list[f
         "prompts": lambda: generate(llm, prompts, 1)[0],
         "mixed": lambda: generate(llm, requests, new_tokens)[0],
     }
+    counts = {"prompts": PROMPT_ROUNDS * rounds, "mixed": rounds}
     for name, call in calls.items():
         call()
-        found[name] = [call() for _ in range(rounds)]
+        found[name] = [call() for _ in range(counts[name])]
     return found
 
 
@@ -189,8 +193,8 @@ PARTS = {
     "norms, rotary embedding, activations": r"triton|norm|rotary|act_and_mul|quant|elementwise",
 }
 """Part of a step -> the pattern of its kernels' names. The first pattern that is found counts."""
-STEP = "execute_"
-"""vLLM's profiler marks each step with a name that begins like this."""
+STEP = re.compile(r"execute_.*context_0\(.*generation_[1-9]")
+"""What vLLM's profiler calls a step in which all sequences decode."""
 
 
 def part_of(kernel: str) -> str:
@@ -198,12 +202,18 @@ def part_of(kernel: str) -> str:
     return next((part for part, pattern in PARTS.items() if re.search(pattern, kernel, re.IGNORECASE)), "others")
 
 
-def profiled(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def profiled(events: Sequence[dict[str, Any]], step: float) -> list[dict[str, Any]]:
     """The kernels of a trace, longest first: part, kernel, launches a step and microseconds a step.
 
-    The first line, `idle`, is the time of a step in which no kernel runs: the host, and gaps between kernels.
+    Args:
+        events: the events of a trace of steps that decode.
+        step: the microseconds of a step without the profiler, which slows down the host. The first line, `gaps`, is the
+            part of this time in which no kernel runs.
+
+    Raises:
+        ValueError: the trace has no step or no kernel.
     """
-    steps = sum(event.get("cat") == "user_annotation" and event["name"].startswith(STEP) for event in events)
+    steps = sum(event.get("cat") == "user_annotation" and bool(STEP.match(event["name"])) for event in events)
     kernels = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not steps or not kernels:
         raise ValueError(f"profile: got {steps} steps and {len(kernels)} kernels, must be at least one of each")
@@ -214,30 +224,28 @@ def profiled(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         busy_until = max(busy_until, end)
         times[event["name"]] += event["dur"]
         launches[event["name"]] += 1
-    idle = busy_until - min(event["ts"] for event in kernels) - busy
     lines = [
         {"part": part_of(name), "kernel": name[:120], "launches": launches[name] / steps, "microseconds": time / steps}
         for name, time in sorted(times.items(), key=lambda item: -item[1])
     ]
-    return [{"part": "idle", "kernel": "", "launches": 0.0, "microseconds": idle / steps}, *lines]
+    return [{"part": "gaps", "kernel": "", "launches": 0.0, "microseconds": step - busy / steps}, *lines]
 
 
-def profile(llm: Any, sequences: int, folder: Path) -> list[dict[str, Any]]:
-    """Profile `NEW_TOKENS` steps, as `profiled` describes them."""
-    prompts = random_prompts([PROMPT] * sequences)
-    generate(llm, prompts, NEW_TOKENS)
+def profile(llm: Any, sequences: int, rounds: int, folder: Path) -> list[dict[str, Any]]:
+    """Time steps, and then profile `NEW_TOKENS` of them, as `profiled` describes them."""
+    step = statistics.median(time_decoding(llm, sequences, rounds))
     llm.start_profile()
-    generate(llm, prompts, NEW_TOKENS)
+    generate(llm, random_prompts([PROMPT] * sequences), NEW_TOKENS)
     llm.stop_profile()
     (trace,) = folder.glob("*.json.gz")
     with gzip.open(trace, "rt") as file:
-        return profiled(json.load(file)["traceEvents"])
+        return profiled(json.load(file)["traceEvents"], step)
 
 
 def profiler(folder: str) -> dict[str, Any]:
-    """The argument `profiler_config` of `LLM`. The first two steps, with the prompt, are left out."""
+    """The argument `profiler_config` of `LLM`. The first steps, with the prompts, are left out."""
     quiet = {"torch_profiler_with_stack": False, "torch_profiler_dump_cuda_time_total": False}
-    return {"profiler": "torch", "torch_profiler_dir": folder, "delay_iterations": 2, "ignore_frontend": True, **quiet}
+    return {"profiler": "torch", "torch_profiler_dir": folder, "delay_iterations": 8, "ignore_frontend": True, **quiet}
 
 
 def main() -> None:
@@ -256,6 +264,6 @@ def main() -> None:
     answer({"start": [seconds * 1e6], "ones": llm.apply_model(fill)[0]})
     for _ in sys.stdin:
         if spec.profile:
-            answer({"profile": profile(llm, spec.sequences[0], Path(spec.profile))})
+            answer({"profile": profile(llm, spec.sequences[0], spec.rounds, Path(spec.profile))})
         else:
             answer(measure(llm, spec.sequences, spec.rounds))

@@ -21,7 +21,8 @@ together, and take turns to measure, while the others are idle. They slow down e
 no row. Without `--at-once`, ten minutes are enough for one start of each of four or five variants. Qwen3-30B-A3B has
 memory for `--at-once 2`, and time for one start of four variants.
 
-`--profile` writes serve_profile.csv instead: the time of a step by kernel, for the first number of sequences.
+`--profile` writes serve_profile.csv instead: the time of a step by kernel, for the first number of sequences. Its gaps
+are the time of a step without the profiler in which no kernel runs.
 """
 
 from __future__ import annotations

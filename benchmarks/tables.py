@@ -251,6 +251,22 @@ def serve(rows: pd.DataFrame) -> Iterator[str]:
         yield grid(model, cells[list(forms)])
 
 
+@table("serve_profile")
+def serve_profile(rows: pd.DataFrame) -> Iterator[str]:
+    """A step of served models by part, in microseconds, and what the layers' kernels alone let expect.
+
+    The expected step is SwiGLU's without the time by which the kernels of the feed-forward layers differ. These kernels
+    are in three of the parts, whose other kernels are the same in all forms of a model.
+    """
+    rows["form"] = rows.variant + rows.n_masks.map(lambda n_masks: f", n_m = {n_masks}" if n_masks else "")
+    for (model, sequences), here in rows.groupby(["model", "sequences"], sort=False):
+        parts = here.pivot_table("microseconds", "part", "form", aggfunc="sum", sort=False).fillna(0.0)
+        layers = parts.reindex(["MGLU", "experts", "products", "norms, rotary embedding, activations"]).sum()
+        parts.loc["**a step**"] = parts.sum()
+        parts.loc["expected step"] = parts["SwiGLU"].loc["**a step**"] - layers["SwiGLU"] + layers
+        yield grid(f"{model}, {many(sequences, 'sequence')}", parts.map(whole))
+
+
 @table("masks_at_inference", result="masks_at_inference_cuda")
 def masks_at_inference(rows: pd.DataFrame) -> Iterator[str]:
     """Microseconds per call of a naive layer, for each way to fuse it."""

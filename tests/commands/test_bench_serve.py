@@ -201,7 +201,12 @@ def test_a_process_answers_each_line_of_its_input(monkeypatch: pytest.MonkeyPatc
     started, *measured = map(json.loads, (tmp_path / "answers").read_text().splitlines())
     assert set(started) == {"start", "ones"}
     assert [set(one) for one in measured] == [{"decode 1", "decode 8", "prompts", "mixed"}] * 2
-    assert all(len(times) == 2 for times in measured[0].values())
+    assert {name: len(times) for name, times in measured[0].items()} == {
+        "decode 1": 2,
+        "decode 8": 2,
+        "prompts": 6,
+        "mixed": 2,
+    }
 
 
 @pytest.mark.usefixtures("vllm")
@@ -257,9 +262,11 @@ def event(name: str, start: float, microseconds: float, category: str = "kernel"
     return {"name": name, "ts": start, "dur": microseconds, "cat": category}
 
 
-def test_a_trace_is_summed_up_by_kernel_and_idle_time() -> None:
+def test_a_trace_is_summed_up_by_kernel_and_what_is_left_of_a_step() -> None:
     events = [
         *(event(f"execute_context_0(0)_generation_1({n})", n, 1.0, "user_annotation") for n in range(2)),
+        event("execute_context_1(16)_generation_0(0)", 0, 1.0, "user_annotation"),
+        event("execute_context_0(0)_generation_0(0)", 0, 1.0, "user_annotation"),
         event("execute_context_0(0)_generation_1(1)", 0, 1.0, "gpu_user_annotation"),
         event("nvjet_sm90_hsh_64x8", 100.0, 10.0),
         event("mglu_decode_mma", 108.0, 6.0),  # overlaps the one before
@@ -267,14 +274,14 @@ def test_a_trace_is_summed_up_by_kernel_and_idle_time() -> None:
         event("Memcpy DtoD", 130.0, 2.0, "gpu_memcpy"),
         event("a call on the host", 0.0, 500.0, "cpu_op"),
     ]
-    assert [tuple(line.values()) for line in profiled(events)] == [
-        ("idle", "", 0.0, 3.0),
+    assert [tuple(line.values()) for line in profiled(events, 20.0)] == [
+        ("gaps", "", 0.0, 20.0 - 13.0),
         ("products", "nvjet_sm90_hsh_64x8", 1.0, 10.0),
         ("MGLU", "mglu_decode_mma", 0.5, 3.0),
         ("copies", "Memcpy DtoD", 0.5, 1.0),
     ]
     with pytest.raises(ValueError, match="got 0 steps"):
-        profiled(events[3:])
+        profiled(events[2:], 20.0)
 
 
 STUB = """
@@ -343,6 +350,29 @@ def test_the_suite_needs_vllm_and_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys:
         suites.select(["serve"])
     assert "serve" not in suites.select([])
     assert "serve is left out: it needs vllm" in capsys.readouterr().out
+
+
+def test_the_table_of_a_profile_has_the_step_that_the_layers_let_expect(tmp_path: Path) -> None:
+    lines = [
+        {"model": "tiny", "variant": variant, "n_masks": n_masks, "sequences": 8, "part": part, "microseconds": time}
+        for variant, n_masks, parts in (
+            ("SwiGLU", 0, {"gaps": 5.0, "products": 100.0, "attention": 20.0}),
+            ("SwiMGLU", 1, {"gaps": 9.0, "MGLU": 30.0, "products": 40.0, "attention": 21.0}),
+        )
+        for part, time in parts.items()
+    ]
+    serve.write_table(lines, serve.environment("by the profiler"), tmp_path, "serve_profile")
+    _, _, *table = pages.TABLES["serve_profile"](tmp_path).splitlines()
+    assert table == [
+        "| tiny, 8 sequences | SwiGLU | SwiMGLU, n_m = 1 |",
+        "| --- | --- | --- |",
+        "| gaps | 5 | 9 |",
+        "| products | 100 | 40 |",
+        "| attention | 20 | 21 |",
+        "| MGLU | 0 | 30 |",
+        "| **a step** | 125 | 100 |",
+        "| expected step | 125 | 95 |",
+    ]
 
 
 def test_the_table_compares_with_swiglu_in_the_same_precision(tmp_path: Path) -> None:
