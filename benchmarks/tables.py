@@ -267,6 +267,16 @@ def serve_profile(rows: pd.DataFrame) -> Iterator[str]:
         yield grid(f"{model}, {many(sequences, 'sequence')}", parts.map(whole))
 
 
+@table("sparse_mainloop")
+def sparse_mainloop(rows: pd.DataFrame) -> Iterator[str]:
+    """Milliseconds of gate and value in one layer, and how many times as fast they are as SwiGLU's dense product."""
+    dense = rows[rows.variant == "SwiGLU, dense, torch.mm"].set_index("tokens").microseconds
+    gains = rows.tokens.map(dense) / rows.microseconds
+    cells = shown(rows, ms) + (", " + gains.map(speedup)).where(gains.notna() & (gains != 1), "")
+    lines = in_order(rows, ["variant", "case"], "tokens", cells).rename(columns="T = {}".format)
+    yield grid("14336 x 4096, ms", lines.rename_axis(index={"case": "computes"}))
+
+
 @table("masks_at_inference", result="masks_at_inference_cuda")
 def masks_at_inference(rows: pd.DataFrame) -> Iterator[str]:
     """Microseconds per call of a naive layer, for each way to fuse it."""
