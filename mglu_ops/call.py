@@ -264,8 +264,9 @@ class Call:
         """The call of this layer; with experts, of one expert's layer for `balanced_rows` rows."""
         return self.of_rows(self.balanced_rows)
 
+    @cached_property
     def with_dense_weight(self) -> Call:
-        """Return the same call with a contiguous weight in x's dtype."""
+        """The same call with a contiguous weight in x's dtype."""
         return replace(self, weight=StoredWeight(FORMATS["dense"], self.dtype, Layout((self.in_features, 1))))
 
     def with_rounded_x(self) -> Call:

@@ -173,7 +173,7 @@ def test_weights_are_decoded_first_for_many_tokens(name: str) -> None:
         assert launch_of(call, HOPPER).decoded
         assert not launch_of(replace(call, batch_invariant=True), HOPPER).decoded  # the copy rounds W
         assert not launch_of(replace(call, leading=(64,)), HOPPER).decoded
-    dense = call.with_dense_weight()
+    dense = call.with_dense_weight
     assert "decoded" in str(decoded.violation(dense, HOPPER))
 
 

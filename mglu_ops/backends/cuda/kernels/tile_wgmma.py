@@ -84,7 +84,7 @@ class TileWgmma(LaunchConfig):
 
     def as_read(self, call: Call) -> Call:
         """Return the call that the kernel sees: with a weight in x's dtype if `decode_weight` runs first."""
-        return call.with_dense_weight() if self.decoded else call
+        return call.with_dense_weight if self.decoded else call
 
     def shared_bytes(self, call: Call) -> int:
         call = self.as_read(call)

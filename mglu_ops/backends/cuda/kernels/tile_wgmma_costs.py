@@ -87,12 +87,12 @@ class CostModel:
 
     def microseconds(self, config: TileWgmma, call: Call, gpu: Gpu) -> float:
         """Estimate the time of a launch in microseconds."""
-        if config.decoded:
-            copied = call.out_features * call.in_features * (call.weight.bits / 8 + call.dtype.itemsize)
-            copying = _DECODE_LAUNCH_US + copied / self.dram_bytes_per_us
-            return copying + self.microseconds(replace(config, decoded=False), config.as_read(call), gpu)
         token_tiles = round_up(ceil_div(call.tokens, config.block_tokens), config.cluster)
-        return self._microseconds_of_tiles(config, call, gpu, token_tiles, 1)
+        computing = self._microseconds_of_tiles(config, config.as_read(call), gpu, token_tiles, 1)
+        if not config.decoded:
+            return computing
+        copied = call.out_features * call.in_features * (call.weight.bits / 8 + call.dtype.itemsize)
+        return _DECODE_LAUNCH_US + copied / self.dram_bytes_per_us + computing
 
     def microseconds_of_experts(self, config: TileWgmma, call: Call, gpu: Gpu) -> float:
         """Estimate the time of a launch for experts in microseconds.
