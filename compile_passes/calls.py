@@ -61,9 +61,13 @@ class Watcher:
 
     The calls run in a separate fake mode, in which each symbolic size is replaced by the number that it had during
     tracing. So the calls add no guards on symbolic sizes.
+
+    Args:
+        of_bodies: finds the side effects of a call that runs other graphs, such as the body of a `checkpoint`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of_bodies: Callable[[Node, Sequence[GraphModule]], Effect]) -> None:
+        self._of_bodies = of_bodies
         self._known: dict[Hashable, Effect] = {}
         self._mode = FakeTensorMode()
 
@@ -73,12 +77,15 @@ class Watcher:
         if node.op in ("placeholder", "get_attr", "output"):
             return NONE
         if isinstance(target, torch._ops.HigherOrderOperator):
+            bodies = bodies_of(node)
+            known = [body for body in bodies if body is not None]
             # If nothing reads the results, the operator is called for side effects that the bodies may not show.
-            return _effect_of_bodies(node, bodies_of(node)) if node.users else _unknown(node)
+            is_known = bool(node.users and bodies) and len(known) == len(bodies)
+            return self._of_bodies(node, known) if is_known else _unknown(node)
         if node.op == "call_module":
             body = submodule(node.graph, node)
             if body is not None:
-                return NONE if target == _GUARDS_OF_EXPORT else _effect_of_bodies(node, [body])
+                return NONE if target == _GUARDS_OF_EXPORT else self._of_bodies(node, [body])
         elif not _is_of_torch(node):
             return _unknown(node)
         elif "functorch" in _module(target):  # the call wraps or unwraps tensors for `vmap` and `grad`
@@ -297,20 +304,6 @@ def _overloads(node: Node) -> Sequence[torch._ops.OpOverload]:
 
 
 # --- Higher-order operators ------------------------------------------------------------------------------------------
-
-
-def _effect_of_bodies(node: Node, bodies: Sequence[GraphModule | None]) -> Effect:
-    """The effect of a call that runs other graphs, such as the body of a `checkpoint`."""
-    from .memory import Memory
-
-    if not bodies or None in bodies:
-        return _unknown(node)
-    memories = [Memory(body.graph) for body in bodies if body is not None]
-    everything = frozenset(range(len(node.all_input_nodes)))
-    writes = any(memory.writes_inputs for memory in memories)
-    shares = any(memory.returns_inputs for memory in memories)
-    draws = any(effect.draws for memory in memories for effect in memory.effects.values())
-    return Effect(everything if writes else frozenset(), everything if shares else frozenset(), draws)
 
 
 def bodies_of(node: Node) -> list[GraphModule | None]:

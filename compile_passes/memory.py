@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -58,7 +58,7 @@ class Memory:
     """The storages, writes and modes of the nodes of one graph. The graph must not change."""
 
     def __init__(self, graph: Graph) -> None:
-        watcher = Watcher()
+        watcher = Watcher(effect_of_bodies)
         self.order = {node: position for position, node in enumerate(graph.nodes)}
         self.effects: dict[Node, Effect] = {}
         self.modes = dict(_modes(graph))
@@ -198,6 +198,16 @@ class Memory:
             if parent is None:
                 return
             storage, joined = parent, int(left)
+
+
+def effect_of_bodies(node: Node, bodies: Sequence[GraphModule]) -> Effect:
+    """The effect of a call that runs other graphs."""
+    memories = [Memory(body.graph) for body in bodies]
+    everything = frozenset(range(len(node.all_input_nodes)))
+    writes = any(memory.writes_inputs for memory in memories)
+    shares = any(memory.returns_inputs for memory in memories)
+    draws = any(effect.draws for memory in memories for effect in memory.effects.values())
+    return Effect(everything if writes else frozenset(), everything if shares else frozenset(), draws)
 
 
 def _differentiates(node: Node) -> bool:

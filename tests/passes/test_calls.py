@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from compile_passes.calls import NONE, Effect, Watcher
+from compile_passes.memory import effect_of_bodies
 from compile_passes.prepare import record_examples
 
 INPUTS: dict[str, Tensor] = {
@@ -42,6 +43,10 @@ def call(target: Any, *args: Any, op: str = "", root: nn.Module | None = None, *
 
     op = op or ("call_method" if isinstance(target, str) else "call_function")
     return graph.create_node(op, target, tuple(map(held, args)), {name: held(value) for name, value in kwargs.items()})
+
+
+def effect_of(node: Node) -> Effect:
+    return Watcher(effect_of_bodies).effect(node)
 
 
 def unknown_function(*tensors: Tensor) -> None:
@@ -113,13 +118,13 @@ UNKNOWN = Effect(FIRST, FIRST, draws=True, is_known=False)
     ],
 )
 def test_effect(node: Node, effect: Effect) -> None:
-    assert Watcher().effect(node) == effect
+    assert effect_of(node) == effect
 
 
 def test_a_call_without_inputs_that_returns_a_tensor() -> None:
     node = call(torch.rand, 2)
     node.meta["example_value"] = INPUTS["mean"]
-    assert Watcher().effect(node) == DRAWS
+    assert effect_of(node) == DRAWS
 
 
 @pytest.mark.parametrize(
@@ -133,7 +138,7 @@ def test_a_call_without_inputs_that_returns_a_tensor() -> None:
     ],
 )
 def test_calls_that_differ_have_effects_of_their_own(first: tuple[Any, ...], second: tuple[Any, ...]) -> None:
-    watcher = Watcher()
+    watcher = Watcher(effect_of_bodies)
     assert watcher.effect(call(*first)) != watcher.effect(call(*second))
 
 
@@ -162,12 +167,12 @@ def body(function: Callable[[Tensor], Any]) -> GraphModule:
     ],
 )
 def test_effect_of_a_module(module: nn.Module, effect: Effect) -> None:
-    assert Watcher().effect(call("module", "a", op="call_module", root=nn.ModuleDict({"module": module}))) == effect
+    assert effect_of(call("module", "a", op="call_module", root=nn.ModuleDict({"module": module}))) == effect
 
 
 def test_the_guards_of_an_exported_program_have_no_effect() -> None:
     root = nn.ModuleDict({"_guards_fn": body(lambda a: a.neg_())})
-    assert Watcher().effect(call("_guards_fn", "a", op="call_module", root=root)) == NONE
+    assert effect_of(call("_guards_fn", "a", op="call_module", root=root)) == NONE
 
 
 @pytest.mark.parametrize(
@@ -187,7 +192,7 @@ def test_effect_of_an_operator_with_a_body(function: Callable[[Tensor], Any] | N
     graph = Graph(root)
     a, named = graph.placeholder("a"), graph.get_attr("body")
     node = graph.call_function(torch.ops.higher_order.wrap_with_set_grad_enabled, (False, named, a))
-    unused = Watcher().effect(node)
+    unused = effect_of(node)
     assert not unused.is_known, "an operator without users is called for its side effects"
     graph.output(node)
-    assert Watcher().effect(node) == effect
+    assert effect_of(node) == effect
