@@ -16,6 +16,7 @@ import torch._inductor.config as inductor_config
 from torch import Tensor
 from torch._guards import TracingContext
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, GraphModule, Node
 
 from mglu_ops import formats, given, notices, ops
@@ -79,7 +80,7 @@ def fuse_graph(
     report.is_split |= getattr(TracingContext.try_get(), "ddp_optimizer_ctx", None) is not None
     present = layers_present(graph)
     try:
-        with _no_new_guards(graph), calls_read_once():
+        with _no_new_guards(graph), _without_saved_tensors_hooks(), calls_read_once():
             fused, missed = _fuse(graph, report, constants, assume_binary, surroundings)
     except Exception as error:
         message = (
@@ -223,6 +224,13 @@ def _no_new_guards(graph: Graph) -> AbstractContextManager[None]:
     return env.error_on_new_guards() if hasattr(env, "error_on_new_guards") else _errors_on_new_guards(env)
 
 
+def _without_saved_tensors_hooks() -> AbstractContextManager[Any]:
+    """A context in which hooks of the program, such as those of `checkpoint`, do not see what autograd saves."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:  # also if a transform has disabled hooks
+        return nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)  # only the innermost hooks are called
+
+
 @contextmanager
 def _errors_on_new_guards(env: Any) -> Iterator[None]:
     """Do what `ShapeEnv.error_on_new_guards` does, which torch 2.11 lacks.
@@ -276,7 +284,8 @@ def fuse(
         raise TypeError(f"example_inputs: got {type(example_inputs).__name__}, must be a list or a tuple of inputs")
     fused = _copy(gm)
     inline_no_grad(fused, trains=torch.is_grad_enabled())
-    record_examples(fused, example_inputs)
+    with _without_saved_tensors_hooks():
+        record_examples(fused, example_inputs)
     report = FusionReport() if report is None else report
     lifted = _lifted_numbers(gm)
     fuse_graph(

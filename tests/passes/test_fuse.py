@@ -11,6 +11,7 @@ import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.fx import Graph, GraphModule
 from torch.utils.checkpoint import checkpoint
 
@@ -216,6 +217,18 @@ def test_fuse_uses_the_grad_mode_of_its_call(captured: bool, given: bool) -> Non
             fused = mglu_ops.fuse(gm, inputs if given else None, report=report, strict=True)
             assert relative_error(fused(*inputs)[0], model(x)) <= SAME
     assert [site.operator for site in report.fused] == ["forward_ste", "forward"]
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_hooks_on_saved_tensors_do_not_see_the_pass(given: bool) -> None:
+    """A `checkpoint` around the first call of a compiled model has such hooks, and counts what they see."""
+    seen: list[Tensor] = []
+    gm, inputs = _captured(layer(), torch.randn(3, 16))
+    with saved_tensors_hooks(seen.append, lambda _: None):
+        mglu_ops.fuse(gm, inputs if given else None, strict=True)
+    with disable_saved_tensors_hooks("no hooks here"):
+        mglu_ops.fuse(gm, inputs if given else None, strict=True)
+    assert not seen
 
 
 def test_fuse_with_inputs_that_differ_from_the_traced_ones() -> None:
