@@ -136,6 +136,15 @@ def test_inductor_without_passes_is_reported(strict: bool) -> None:
         trace(layer(), use_pre_grad_passes=False)
 
 
+@pytest.mark.long
+def test_compiled_autograd_trains_under_strict_fusion() -> None:
+    """Inductor runs no passes before autograd on the graph of a backward pass, which has no layers."""
+    model, x = layer(), torch.randn(3, 16)
+    with torch._dynamo.config.patch(compiled_autograd=True), mglu_ops.fusion(strict=True) as report:
+        torch.compile(lambda x: model(x).sum().backward())(x)
+    assert [site.operator for site in report.fused] == ["forward_ste"]
+
+
 def test_graphs_that_inductor_keeps_belong_to_the_sources_of_the_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
