@@ -128,6 +128,12 @@ def stored_weights(config: Any) -> MGLUQuantizationConfig:
         ValueError: the value of `quantization_config` or `mglu_quantization_config` is not a dictionary, or not one
             that `MGLUQuantizationConfig` accepts.
     """
+    own = _own_entry(config)
+    return MGLUQuantizationConfig("dense") if own is None else MGLUQuantizationConfig(**own[1])
+
+
+def _own_entry(config: Any) -> tuple[str, dict[str, Any]] | None:
+    """The key and the value of this package's entry in a configuration; None if there is none."""
     for place in _PLACES:
         found = getattr(config, place, None)
         if found is None:
@@ -136,8 +142,8 @@ def stored_weights(config: Any) -> MGLUQuantizationConfig:
             raise ValueError(f"{place}: got {found!r}, must be a dictionary with the key quant_method, or None")
         entries = dict(found)
         if place == _PLACES[1] or entries.get("quant_method") == METHOD:
-            return MGLUQuantizationConfig(**entries)
-    return MGLUQuantizationConfig("dense")
+            return place, entries
+    return None
 
 
 def describe_stored_weights(model: nn.Module, config: Any) -> None:
@@ -161,10 +167,11 @@ def describe_stored_weights(model: nn.Module, config: Any) -> None:
             f"model: some layers are quantized to {' and others to '.join(names)}, which no configuration "
             "describes; quantize all of them, or all but those in skip, to one format"
         )
+    own = _own_entry(config)
+    if own is not None:  # it may be of weights that were dequantized since
+        delattr(config, own[0])
     for weight_format, activation_format in quantized:
         dense = [name for name, module in layers.items() if module not in stored]
-        place, beside = _PLACES
-        other = dict(getattr(config, place, None) or {})
-        is_ours = other.get("quant_method", METHOD) == METHOD
         described = MGLUQuantizationConfig(weight_format, dense, activation_format=activation_format)
-        setattr(config, place if is_ours else beside, described.to_dict())
+        place = _PLACES[bool(getattr(config, _PLACES[0], None))]
+        setattr(config, place, described.to_dict())

@@ -122,6 +122,16 @@ def test_the_format_of_activations_comes_back(tmp_path: Path) -> None:
         MGLUQuantizationConfig("int8_row", activation_format="fp8_token")
 
 
+def test_a_dequantized_model_is_saved_as_a_dense_one(tmp_path: Path) -> None:
+    quantized("fp8_row").save_pretrained(tmp_path / "quantized")
+    model = mglu_ops.dequantize(load(tmp_path / "quantized"))
+    model.save_pretrained(tmp_path / "dense")
+    assert "quantization_config" not in config_of(tmp_path / "dense")
+    assert_same_layers(load(tmp_path / "dense"), model)
+    mglu_ops.quantize(model, "int8_row").save_pretrained(tmp_path / "other")
+    assert_same_layers(load(tmp_path / "other"), model)
+
+
 def test_down_projections_of_experts_that_were_skipped_stay_dense(tmp_path: Path) -> None:
     model = quantized("int8_row", "mixtral", skip=("*.down_proj",))
     model.save_pretrained(tmp_path)
@@ -366,6 +376,9 @@ def test_a_quantizer_of_linear_layers_keeps_its_configuration(tmp_path: Path, re
     recwarn.clear()
     assert_same_layers(load(tmp_path / "all"), result)
     assert not [warning for warning in recwarn if "linear layers only" in str(warning.message)]
+    mglu_ops.dequantize(result).save_pretrained(tmp_path / "none")
+    assert config_of(tmp_path / "none")["quantization_config"] == {"quant_method": "nothing"}
+    assert "mglu_quantization_config" not in config_of(tmp_path / "none")
 
 
 @pytest.mark.usefixtures("_nothing")
