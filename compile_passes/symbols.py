@@ -52,7 +52,7 @@ class Signature:
     | `name==value` | must be absent or have this value; the rules do not receive it |
     | `-name` | ignored, because no rule depends on it (rules read shape and dtype from the example value) |
     | `-inplace` | ignored, because the view (`view.py`) has no writes; must be a bool |
-    | `*name` | all further positional arguments, or one sequence; the rules receive a tuple |
+    | `*name` | all further positional arguments, or one sequence, of numbers or nodes; the rules receive a tuple |
     | `...` | any further arguments; ignored like `-name` |
     """
 
@@ -85,6 +85,8 @@ class Signature:
             if position < len(args):
                 is_rest = parameter.kind == "*"
                 value = _as_one_sequence(args[position:]) if is_rest else args[position]
+                if is_rest and not all(isinstance(item, (int, torch.SymInt, Node)) for item in value):
+                    return None  # `x.view(torch.int32)` is no `x.view(3, 4)`
                 position = len(args) if is_rest else position + 1
             else:
                 for name in parameter.names:

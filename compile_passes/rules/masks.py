@@ -340,14 +340,15 @@ def comparison(recogniser: Recogniser, node: Node, call: Call) -> Value:
 def _compared(recogniser: Recogniser, argument: Any, other: Any) -> Hashable:
     """The key of an operand of a comparison with `other`. All zeros (`0`, `0.0`, `zeros_like(x)`) have the same key.
 
-    A number is rounded to the dtype in which torch compares the number.
+    A number is rounded to the dtype in which torch compares the number, if the dtype can hold it.
     """
     if recogniser.value(argument) == Scalar(0):
         return "zero"
     compared = tensor_example(other)
     if isinstance(argument, (bool, int, float)) and compared is not None:
         dtype = torch.result_type(compared, argument)
-        return (str(dtype), as_dtype(argument, dtype))
+        rounded = as_dtype(argument, dtype)
+        return (str(dtype), argument if rounded is None else rounded)
     return recogniser.key(argument)
 
 
@@ -398,11 +399,14 @@ def _bounds(recogniser: Recogniser, argument: Any) -> tuple[Number, Number] | No
     if call.symbol == "clamp":
         low, high = (as_dtype(n, dtype) if isinstance(n, (int, float)) else None for n in call.args[1:])
         return None if low is None or high is None else (low, high)
-    inputs = argument.all_input_nodes
-    if call.symbol not in ("add", "sub", "rsub", "mul", "div") or len(inputs) != 1 or dtype_of(inputs[0]) != dtype:
+    # A function is monotone, so that its values at the bounds are its bounds, if it reads one tensor once. `t * t` and
+    # `1 / t` are not.
+    tensors = [operand for operand in call.args if isinstance(operand, Node)]
+    is_monotone = len(tensors) == 1 and call.symbol in ("add", "sub", "rsub", "mul", "div")
+    if not is_monotone or (call.symbol == "div" and tensors[0] is not call.args[0]) or dtype_of(tensors[0]) != dtype:
         return None
-    bounds = _bounds(recogniser, inputs[0])
-    ends = bounds and evaluate(argument, {inputs[0]: Operand(bounds, dtype)}, dtype)
+    bounds = _bounds(recogniser, tensors[0])
+    ends = bounds and evaluate(argument, {tensors[0]: Operand(bounds, dtype)}, dtype)
     return (min(ends.values), max(ends.values)) if ends else None
 
 

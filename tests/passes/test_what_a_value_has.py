@@ -123,6 +123,11 @@ NO_LAYERS = (
     f"m = (P & 255).to(torch.uint8); m[0] = 256 - 255; a, b = W * m, W * (1 - m); {LAYER}; y",
     f"m = torch.round(torch.clamp(L.detach(), 0, 2)); a, b = W * m, W * (1 - m); {LAYER}; y",
     f"m = torch.round(torch.clamp(L.detach(), -1, 1)); a, b = W * m, W * (1 - m); {LAYER}; y",
+    f"{MASKED}; r = x.detach().view(torch.int64).view(torch.float64); "
+    "g, h = (F.linear(r, c).view(8, 8) for c in (a, b)); y = F.silu(g) * h; y",
+    f"t = L.detach().clamp(-1, 1); m = torch.round(t * t * 2 - 1); a, b = W * m, W * (1 - m); {LAYER}; y",
+    f"m = torch.round((1 / L.detach().clamp(-1, 1) + 1) / 2); a, b = W * m, W * (1 - m); {LAYER}; y",
+    f"p = P.to(torch.uint8); a, b = W * (p > 300), W * (p <= 400); {LAYER}; y",
     f"m = torch.zeros(64).double(); m[i] = 2; m = m.view(8, 8); a, b = W * m, W * (1 - m); {LAYER}; y",
     f"m = F.gumbel_softmax(torch.stack([L, -L], -1), hard=True)[..., 0]; a, b = W * m, W * (m < 1); {LAYER}; y",
     f"{MASKED}; p = F.linear(x, torch.stack([a, b], 1).flatten(0, 1)); y = F.silu(p[..., 0::2]) * p[..., 0::2]; y",
