@@ -23,8 +23,11 @@ from .base import bundle, rule
 _LONGEST_SUM = 16  # the most nodes to read: a straight-through mask is a short sum, a residual stream may be very long
 
 
-def _linear_terms(recogniser: Recogniser, node: Node) -> list[tuple[float, float, Node]] | None:
-    """The terms of a sum as `(coefficient in the value, coefficient in the gradient, node)`; None for a long sum."""
+_Term = tuple[float, float, Node]  # the coefficient in a sum's value, the one in its gradient, and the node
+
+
+def _linear_terms(recogniser: Recogniser, node: Node, are_shared_whole: bool) -> list[_Term] | None:
+    """The terms of a sum; None for a long sum. With `are_shared_whole`, a node with several users is one term."""
     terms: dict[Hashable, tuple[float, float, Node]] = {}
     pending: list[tuple[Any, float, bool]] = [(node, 1.0, True)]
     for _ in range(_LONGEST_SUM):
@@ -37,10 +40,11 @@ def _linear_terms(recogniser: Recogniser, node: Node) -> list[tuple[float, float
         symbol, operands = ("", ()) if call is None else (call.symbol, call.args)
         carries = carries and requires_grad(argument) and symbol != "detach"
         is_hard = argument is not node and isinstance(recogniser.value(argument), Binary)
-        if symbol in ("add", "sub") and not is_hard:
+        is_whole = are_shared_whole and argument is not node and len(argument.users) > 1
+        if symbol in ("add", "sub") and not is_hard and not is_whole:
             left, right = operands
             pending += [(left, sign, carries), (right, sign if symbol == "add" else -sign, carries)]
-        elif symbol in ("neg", "detach"):
+        elif symbol == "detach" or (symbol == "neg" and not is_whole):
             (source,) = operands
             pending.append((source, -sign if symbol == "neg" else sign, carries))
         else:
@@ -56,9 +60,16 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
     The program's own sum is not binary where `soft` is not finite, or where |soft| is so large that rounding swallows
     the 1: above 256 in bfloat16, 2048 in float16 and 2^24 in float32. The operator uses `hard` in these cases as well.
     """
-    terms = _linear_terms(recogniser, node) if recogniser.has_masks else None
-    if terms is None:
+    if not recogniser.has_masks:
         return None
+    # `soft` may itself be a sum, such as `logits - 0.1`. Then it has several users.
+    sums = (_linear_terms(recogniser, node, are_shared_whole) for are_shared_whole in (True, False))
+    found = (_of_terms(recogniser, node, terms) for terms in sums if terms is not None)
+    return next((value for value in found if value is not None), None)
+
+
+def _of_terms(recogniser: Recogniser, node: Node, terms: Sequence[_Term]) -> Value:
+    """A sum that is a mask with a gradient, from its terms."""
     present = [(value, argument) for value, _, argument in terms if value != 0]
     differentiable = [(gradient, argument) for _, gradient, argument in terms if gradient != 0]
     if len(present) != 1:

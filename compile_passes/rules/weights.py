@@ -91,7 +91,10 @@ def _apply_mask(recogniser: Recogniser, node: Node, mask: Binary, argument: Any)
     weighted = _upright(recogniser.as_weighted(argument), argument)
     if weighted is None or not _fits(node, weighted, mask, argument):
         return None
-    return _by_each_mask(weighted, mask)
+    found = _by_each_mask(weighted, mask)
+    if found is None and (is_matrix(argument) or holds_experts(argument)):
+        return _by_each_mask(Weighted(argument, None), mask)  # another mask has pruned the weight
+    return found
 
 
 def _masked(weighted: Value, mask: Value) -> Weighted | None:
@@ -128,6 +131,8 @@ def difference_of_weights(recogniser: Recogniser, node: Node, call: Call) -> Val
         if any((stack.dim, stack.size, len(stack.items)) != (0, None, count) for stack in stacks):
             return None
         return pairwise(node, (left, a), (right, b), partial(_difference, recogniser, sign))
+    if isinstance(b, Weighted) and isinstance(left, Node) and recogniser.key(left) == recogniser.key(b.weight):
+        a = Weighted(left, None)  # W may be pruned by another mask
     if isinstance(a, Weighted) and isinstance(b, Weighted) and a.transposed != b.transposed:
         a, b = _upright(a, left), _upright(b, right)
     return _difference(recogniser, sign, a, b) if same_shape(node, left, right) else None

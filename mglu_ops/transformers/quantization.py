@@ -13,6 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from ..formats import check_activation_format, get_format
 from ..nn.mask_logits import without_wrappers
 from ..nn.masked_linear import MaskedLinear
+from ..nn.quantizing import dequantize
 from ..nn.stored_linear import StoredLinear
 
 METHOD = "mglu"
@@ -119,6 +120,9 @@ class MGLUQuantizer(HfQuantizer):
 
     def is_serializable(self) -> bool:
         return True
+
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+        return dequantize(model, dtype=dtype)
 
 
 def stored_weights(config: Any) -> MGLUQuantizationConfig:

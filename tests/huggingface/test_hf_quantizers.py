@@ -122,9 +122,11 @@ def test_the_format_of_activations_comes_back(tmp_path: Path) -> None:
         MGLUQuantizationConfig("int8_row", activation_format="fp8_token")
 
 
-def test_a_dequantized_model_is_saved_as_a_dense_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dequantize", [mglu_ops.dequantize, lambda model: model.dequantize()])
+def test_a_dequantized_model_is_saved_as_a_dense_one(dequantize: Callable[[Any], Any], tmp_path: Path) -> None:
     quantized("fp8_row").save_pretrained(tmp_path / "quantized")
-    model = mglu_ops.dequantize(load(tmp_path / "quantized"))
+    model = dequantize(load(tmp_path / "quantized"))
+    assert all(mglu.weight.requires_grad for mglu in mglus(model))
     model.save_pretrained(tmp_path / "dense")
     assert "quantization_config" not in config_of(tmp_path / "dense")
     assert_same_layers(load(tmp_path / "dense"), model)

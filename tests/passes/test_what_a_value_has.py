@@ -103,6 +103,19 @@ FUSED = (
     f"{MASKED}; r = x.view(2, 4, 8); g = F.linear(r.view(-1, 8), a).view(2, 4, 8); y = F.silu(g) * F.linear(r, b); y",
     f"{MASKED}; r = x.view(2, 4, 8); g = F.silu(F.linear(r.flatten(0, 1), a)); y = g.view(2, 4, 8) * F.linear(r, b); y",
     f"{MASKED}; r = x.view(2, 4, 8); e = '...h,dh->...d'; y = F.silu(torch.einsum(e, r, a)) * torch.einsum(e, r, b); y",
+    # The soft part of a straight-through mask is itself a sum, or the difference has a user of its own.
+    f"s = L - 0.1; m = ((s > 0).double() - s).detach() + s; a, b = W * m, W * (1 - m); {LAYER}; y",
+    f"s = L - 0.1; m = ((s > 0).double() - s).detach() + s; a, b = W * m, W * (1 - m); {LAYER}; y",
+    f"s = -L; m = (s > 0).double() - s.detach() + s; a, b = W * m, W * (1 - m); {LAYER}; y",
+    f"s = L + L.mean(); m = torch.sigmoid(s).round().detach() + s - s.detach(); a, b = W * m, W * (1 - m); {LAYER}; y",
+    f"d = (L > 0).double() - L; m = d.detach() + L; z = d.sum(); a, b = W * m, W * (1 - m); {LAYER}; y, z",
+    f"d = (L > 0).double() - L; m = d.detach() + L; z = d.sum(); a, b = W * m, W * (1 - m); {LAYER}; y, z",
+    # The weight is pruned by another mask, or has few values.
+    f"w = W * (P > 3); a, b = w * M, w * ~M; {LAYER}; y",
+    f"w = torch.where(P > 3, W, 0.0); a, b = w * M, w - w * M; {LAYER}; y",
+    f"a, b = W * (L > 0).double() * M, W * (L > 0).double() * ~M; {LAYER}; y",
+    f"w = torch.sign(W); a, b = w * M, w * ~M; {LAYER}; y",
+    f"w = torch.round(W.clamp(-1, 1)); a, b = w * M, w * ~M; {LAYER}; y",
     # `7 % m` raises an error where m is 0, so the pass cannot evaluate it for a mask m.
     f"{MASKED}; {LAYER}; z = 7 % (P != 0).long(); y, z",
 )

@@ -36,6 +36,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def test_each_architecture_is_a_name_that_vllm_imports_later(registered, monkeypatch):
     monkeypatch.setitem(sys.modules, "mglu_ops.transformers", ModuleType("mglu_ops.transformers"))
+    monkeypatch.delitem(sys.modules, "mglu_ops.vllm.models", raising=False)  # another test may have imported it
     for _ in range(2):  # vLLM may call a plugin repeatedly
         register()
     assert registered.pop("mglu") == "MGLUConfig"
