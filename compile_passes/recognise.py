@@ -15,7 +15,7 @@ from torch.fx import Node
 
 from .shapes import holds_experts, is_matrix, repeated, requires_grad, slice_of, tensor_example
 from .symbols import Call, as_call, is_identity_dropout
-from .values import Binary, Bundle, Carrier, Mask, Scalar, Value, Weighted, slice_key
+from .values import Binary, Bundle, Carrier, Levels, Mask, Scalar, Value, Weighted, slice_key
 from .view import View
 
 
@@ -173,13 +173,13 @@ class Recogniser:
         value = self.value(argument)
         if isinstance(value, Weighted):
             return value
-        if isinstance(value, (Scalar, Binary, Bundle)):
+        if isinstance(value, (Scalar, Levels, Binary, Bundle)):
             return None
         if is_matrix(argument):
             return Weighted(argument, None)
         base, dim = repeated(argument)
         if dim == 0:
-            is_weight = is_matrix(base) and not isinstance(self.value(base), (Scalar, Binary))
+            is_weight = is_matrix(base) and not isinstance(self.value(base), (Scalar, Levels, Binary))
             return Weighted(base, None) if is_weight else None
         return Weighted(argument, None) if holds_experts(argument) else None
 

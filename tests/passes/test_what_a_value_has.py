@@ -110,12 +110,10 @@ FUSED = (
     f"s = L + L.mean(); m = torch.sigmoid(s).round().detach() + s - s.detach(); a, b = W * m, W * (1 - m); {LAYER}; y",
     f"d = (L > 0).double() - L; m = d.detach() + L; z = d.sum(); a, b = W * m, W * (1 - m); {LAYER}; y, z",
     f"d = (L > 0).double() - L; m = d.detach() + L; z = d.sum(); a, b = W * m, W * (1 - m); {LAYER}; y, z",
-    # The weight is pruned by another mask, or has few values.
+    # The weight is pruned by another mask.
     f"w = W * (P > 3); a, b = w * M, w * ~M; {LAYER}; y",
     f"w = torch.where(P > 3, W, 0.0); a, b = w * M, w - w * M; {LAYER}; y",
     f"a, b = W * (L > 0).double() * M, W * (L > 0).double() * ~M; {LAYER}; y",
-    f"w = torch.sign(W); a, b = w * M, w * ~M; {LAYER}; y",
-    f"w = torch.round(W.clamp(-1, 1)); a, b = w * M, w * ~M; {LAYER}; y",
     # `7 % m` raises an error where m is 0, so the pass cannot evaluate it for a mask m.
     f"{MASKED}; {LAYER}; z = 7 % (P != 0).long(); y, z",
 )
