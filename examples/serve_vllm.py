@@ -66,6 +66,7 @@ def serving(model: Path) -> Iterator[str]:
     command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "mglu"]
     command += ON_A_GPU if torch.cuda.is_available() else []
     local = {"VLLM_HOST_IP": "127.0.0.1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}  # needs no network
+    local["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB; on a CPU, vLLM would take nearly all memory
     with log.open("w") as file:
         server = subprocess.Popen(
             command, stdout=file, stderr=subprocess.STDOUT, env={**local, **os.environ}, start_new_session=True

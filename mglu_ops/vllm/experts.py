@@ -27,7 +27,7 @@ from ..call import Call
 from ..formats import get_format
 from ..nn.arguments import check_columns, check_int
 from ..transformers.quantization import stored_weights
-from .layers import ColumnParallelMGLU
+from .layers import ColumnParallelMGLU, naming, set_loader
 from .shards import Part, columns_of_rank, down_scale_shard, down_shard
 
 if TYPE_CHECKING:
@@ -118,6 +118,8 @@ class RowParallelDown(nn.Module):
         if not stored.is_dense:
             scale = torch.empty(*leading, *stored.scale_shape(self.out_features, columns), dtype=stored.scale_dtype)
             self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        set_loader(self)
+        self.prefix = prefix
         self.loaded: set[str] = set()
 
     def forward(self, y: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
@@ -141,14 +143,15 @@ class RowParallelDown(nn.Module):
             TypeError, ValueError: a tensor has an unknown name, or another shape or dtype than the config says.
         """
         parameters, loaded = dict(self.named_parameters()), set()
-        for name, tensor in weights:
-            if name not in parameters:
-                raise ValueError(f"{name}: the down projections of experts in {self.weight_format} have no such tensor")
-            shard = down_shard if name == "weight" else down_scale_shard
-            place = self.out_features, self.in_features, self.part.rank, self.part.ranks, self.weight_format
-            for own, layer in zip(parameters[name].data, self.part.layers(name, tensor), strict=True):
-                own.copy_(shard(layer, *place))
-            loaded.add(name)
+        place = self.out_features, self.in_features, self.part.rank, self.part.ranks, self.weight_format
+        with naming(self.prefix):
+            for name, tensor in weights:
+                if name not in parameters:
+                    raise ValueError(f"{name}: the down projections in {self.weight_format} have no such tensor")
+                shard, parameter = down_shard if name == "weight" else down_scale_shard, parameters[name]
+                shards = [shard(layer, *place) for layer in self.part.layers(name, tensor)]
+                parameter.weight_loader(parameter, shards)  # type: ignore[attr-defined]
+                loaded.add(name)
         self.loaded |= loaded
         return loaded
 
@@ -226,6 +229,9 @@ class MGLUMoE(nn.Module):
     Raises:
         ValueError: as in `ParallelExperts`, or `num_experts_per_tok` is not between 1 and `num_experts`.
     """
+
+    LINEAR = "gate"
+    """The layer of vLLM that `check_loaded` checks too."""
 
     def __init__(self, config: PretrainedConfig, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()

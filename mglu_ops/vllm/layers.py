@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from ..nn.masked_linear import top_k_mask_weights
 from ..transformers.configuration import ACTIVATIONS
 from ..transformers.quantization import stored_weights
 from .quantization import METHOD
-from .shards import Part, packed_shard, packed_shard_of_logits, rows_of_rank, scale_shard, weight_shard
+from .shards import Part, copy_shards, packed_shard, packed_shard_of_logits, rows_of_rank, scale_shard, weight_shard
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -78,7 +79,9 @@ class ColumnParallelMGLU(nn.Module):
         check_columns(stored, self.in_features)
         self.activation = ACTIVATIONS.get(settings.hidden_act, settings.hidden_act)
         get_activation(self.activation)
+        self.prefix = prefix
         self.loaded: set[str] = set()
+        self.given: set[str] = set()  # the names in the checkpoint that is being loaded
         self.dtype = torch.get_default_dtype()  # vLLM builds a model with the model's dtype as the default
         self.part = part or Part(get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size())
         own = rows_of_rank(self.out_features, self.part.rank, self.part.ranks, self.weight_format, size)
@@ -93,6 +96,7 @@ class ColumnParallelMGLU(nn.Module):
         # Parameter, because vLLM checks that all parameters were loaded.
         masks = torch.zeros(*leading, *packed_shape(self.n_masks, rows, self.in_features), dtype=torch.uint8)
         self.packed_masks = nn.Parameter(masks, requires_grad=False)
+        set_loader(self)
         self.router = None
         if self.top_k is not None:
             self.router = ReplicatedLinear(
@@ -138,12 +142,13 @@ class ColumnParallelMGLU(nn.Module):
             TypeError, ValueError: a tensor has an unknown name, or another shape or dtype than the config says; packed
                 masks are damaged; or there are both packed masks and logits. The message names the tensor.
         """
-        names, loaded = set(), set()
-        for name, tensor in weights:
-            names.add(name)
-            if {"packed_masks", "mask_logits"} <= names:
-                raise ValueError("packed_masks: got mask_logits of the layer too, but it has one form of masks")
-            loaded.add(self._load(name, tensor))
+        loaded = set()
+        with naming(self.prefix):
+            for name, tensor in weights:
+                self.given.add(name)
+                if {"packed_masks", "mask_logits"} <= self.given:
+                    raise ValueError("packed_masks: got mask_logits of the layer too, but it has one form of masks")
+                loaded.add(self._load(name, tensor))
         self.loaded |= loaded
         return loaded
 
@@ -151,10 +156,11 @@ class ColumnParallelMGLU(nn.Module):
         if name in ("weight", "weight_scale", "packed_masks", "mask_logits"):
             shards = [self._shard(name, layer) for layer in self.part.layers(name, tensor)]
             name = "packed_masks" if name == "mask_logits" else name
-            own = getattr(self, name).data
-            for rows, shard in zip(own if self.part.leading else [own], shards, strict=True):
-                rows.copy_(shard)
+            parameter = getattr(self, name)
+            parameter.weight_loader(parameter, shards)
         elif name.startswith("router.") and name in (parameters := dict(self.named_parameters())):
+            if name == "router.weight" and not tensor.is_floating_point() and parameters[name].is_floating_point():
+                raise TypeError(f"{name}: got dtype {tensor.dtype}, must be floating")
             getattr(parameters[name], "weight_loader", default_weight_loader)(parameters[name], tensor)
         else:
             raise ValueError(f"{name}: an MGLU layer has no such tensor (mask_top_k is {self.top_k} in the config)")
@@ -170,13 +176,38 @@ class ColumnParallelMGLU(nn.Module):
         return (packed_shard_of_logits if name == "mask_logits" else packed_shard)(tensor, self.n_masks, *rows)
 
 
-def check_loaded(model: nn.Module) -> None:
-    """Check that all tensors of a model's MGLU layers were loaded. vLLM does not check this for quantized models.
+def set_loader(layer: nn.Module) -> None:
+    """Give the parameters of a layer, but not those of its submodules, the loader `copy_shards`."""
+    for parameter in layer.parameters(recurse=False):
+        parameter.weight_loader = copy_shards  # type: ignore[attr-defined] # as vLLM's own parameters have
+
+
+@contextmanager
+def naming(prefix: str) -> Iterator[None]:
+    """Put the name of a layer in front of the messages of errors about its tensors."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{prefix}.{error}") from error
+
+
+def check_loaded(model: nn.Module, names: Collection[str]) -> None:
+    """Check that all tensors of a model's feed-forward layers were loaded. vLLM does not check all of them.
+
+    Args:
+        model: a model of vLLM.
+        names: the parameters that vLLM's loader has named as loaded, also in earlier calls.
 
     Raises:
         ValueError: a tensor is missing; the message names it.
     """
     for name, layer in model.named_modules():
+        getattr(layer, "given", set()).clear()
+        # vLLM does not check linear layers. Quantized ones may have no parameter `weight`.
+        linear = getattr(type(layer), "LINEAR", None)
+        has_weight = linear is not None and "weight" in dict(layer.get_submodule(linear).named_parameters())
+        if has_weight and (tensor := f"{name}.{linear}.weight".removeprefix(".")) not in names:
+            raise ValueError(f"{tensor}: the checkpoint has no such tensor, which the config describes")
         loaded = getattr(layer, "loaded", None)
         if isinstance(loaded, set):
             # Of the router's parameters, expect only the weight: a quantizer may add others, which checkpoints lack.
@@ -197,6 +228,9 @@ class MGLUMLP(nn.Module):
     Raises:
         ValueError: as in `ColumnParallelMGLU`.
     """
+
+    LINEAR = "down_proj"
+    """The layer of vLLM that `check_loaded` checks too."""
 
     def __init__(self, config: PretrainedConfig, quant_config: QuantizationConfig | None, prefix: str) -> None:
         super().__init__()

@@ -20,6 +20,7 @@ from vllm.model_executor.models.mistral import MistralDecoderLayer, MistralForCa
 from vllm.model_executor.models.qwen2 import Qwen2Model
 from vllm.model_executor.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
 
+from ..transformers.quantization import stored_weights
 from .experts import MGLUMoE, has_experts
 from .kernels import compile_in_background, steps
 from .layers import MGLUMLP, check_loaded
@@ -89,13 +90,19 @@ class _LoadedWhole(LlamaForCausalLM):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "", **settings: Any) -> None:
         super().__init__(vllm_config=vllm_config, prefix=prefix, **settings)
-        if not any(isinstance(module, (MGLUMLP, MGLUMoE)) for module in self.modules()):
+        has_layers = self.model.start_layer < self.model.end_layer  # a stage of a pipeline may have none
+        if has_layers and not any(isinstance(module, (MGLUMLP, MGLUMoE)) for module in self.modules()):
             raise TypeError(f"{type(self).__name__}: this version of vLLM has built its own layers in place of MGLU's")
+        if vllm_config.parallel_config.pipeline_parallel_size == 1:
+            stored = stored_weights(vllm_config.model_config.hf_config)
+            stored.check_names(name for name, module in self.named_modules() if hasattr(module, "weight_format"))
+        self.loaded_names: set[str] = set()
         compile_kernels(self, vllm_config)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         loaded = super().load_weights(weights)
-        check_loaded(self)
+        self.loaded_names |= loaded
+        check_loaded(self, self.loaded_names)
         return loaded
 
 
@@ -131,6 +138,8 @@ class MGLUQwen3ForCausalLM(_LoadedWhole):
     def _init_model(
         self, vllm_config: VllmConfig, prefix: str = "", layer_type: type[nn.Module] = MGLUQwen3DecoderLayer
     ) -> MGLUQwen3Model:
+        if getattr(vllm_config.model_config.hf_config, "attention_bias", False):
+            raise ValueError("attention_bias: got True, must be False for Qwen3: vLLM ignores the bias of o_proj")
         return MGLUQwen3Model(vllm_config=vllm_config, prefix=prefix)
 
 

@@ -10,6 +10,7 @@ A mixture is divided in the same way, over the rows of every expert, or with exp
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -64,6 +65,17 @@ class Part(NamedTuple):
         if tensor.shape[:1] != (self.num_experts,):
             raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be [num_experts={self.num_experts}, ...]")
         return list(tensor[self.experts])
+
+
+def copy_shards(param: Tensor, shards: Sequence[Tensor]) -> None:
+    """Copy the shard of each expert, or the only one of a layer without experts, into a parameter.
+
+    It is the parameter's `weight_loader`. When vLLM loads weights into a running engine (`reload_weights`), it calls
+    the loader twice: with a parameter on the meta device, to count what was loaded, and later with the parameter.
+    """
+    rows = param.data if param.dim() > shards[0].dim() else param.data[None]
+    for own, shard in zip(rows, shards, strict=True):
+        own.copy_(shard)
 
 
 def rows_of_rank(

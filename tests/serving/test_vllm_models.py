@@ -99,7 +99,7 @@ def load(module: torch.nn.Module, checkpoint: dict[str, torch.Tensor]) -> torch.
 
     loaded = AutoWeightsLoader(module).load_weights(checkpoint.items())
     assert loaded == {name for name, _ in module.named_parameters()}
-    check_loaded(module)
+    check_loaded(module, loaded)
     for part in module.modules():
         if method := getattr(part, "quant_method", None):
             method.process_weights_after_loading(part)
@@ -210,13 +210,20 @@ def check_refusals(rank: int) -> None:
             layer.load_weights([("router.weight", torch.zeros(N_MASKS, HIDDEN))])
         logits = torch.ones(N_MASKS, INTERMEDIATE, HIDDEN)
         both = [("mask_logits", logits), ("packed_masks", torch.ops.mglu.pack_logits(logits))]
-        with pytest.raises(ValueError, match="got mask_logits of the layer too"):
+        words = r"mlp\.mglu\.packed_masks: got mask_logits of the layer too"
+        with pytest.raises(ValueError, match=words):
             layer.load_weights(both)
+        layer.given.clear()
+        layer.load_weights(both[:1])
+        with pytest.raises(ValueError, match=words):
+            layer.load_weights(both[1:])  # vLLM calls the method again for each file
         quantized = MGLUMLP(settings(None, quantization_config=entry("fp8_row")), None, "mlp")
         quantized.mglu.load_weights([("packed_masks", torch.ops.mglu.pack_logits(logits))])
         quantized.mglu.load_weights([("weight", torch.zeros(INTERMEDIATE, HIDDEN, dtype=torch.float8_e4m3fn))])
         with pytest.raises(ValueError, match=r"mglu\.weight_scale: the checkpoint has no such tensor"):
-            check_loaded(quantized)
+            check_loaded(quantized, {"down_proj.weight"})
+        with pytest.raises(ValueError, match=r"^down_proj\.weight: the checkpoint has no such tensor"):
+            check_loaded(quantized, ())
 
 
 def check_refused_mixtures(rank: int) -> None:
@@ -251,7 +258,7 @@ def check_refused_mixtures(rank: int) -> None:
         logits = torch.ones(4, N_MASKS, INTERMEDIATE, HIDDEN)
         experts.mglu.load_weights([("mask_logits", logits), ("weight", torch.zeros(4, INTERMEDIATE, HIDDEN))])
         with pytest.raises(ValueError, match=r"experts\.down_proj\.weight: the checkpoint has no such tensor"):
-            check_loaded(torch.nn.ModuleDict({"experts": experts}))
+            check_loaded(torch.nn.ModuleDict({"experts": experts}), ())
 
 
 @pytest.mark.parametrize("check", [check_refusals, check_refused_mixtures])
