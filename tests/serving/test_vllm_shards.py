@@ -12,6 +12,7 @@ from mglu_ops.formats import FORMATS
 from mglu_ops.nn import MGLUExpertsFeedForward, MGLUFeedForward
 from mglu_ops.vllm.shards import (
     Part,
+    copy_shards,
     down_scale_shard,
     down_shard,
     packed_shard,
@@ -194,3 +195,17 @@ WRONG: list[tuple[Callable[[Tensor, Tensor, Tensor], object], type[Exception], s
 def test_wrong_tensors_are_refused(call, error, message):
     with pytest.raises(error, match=message):
         call(*tensors())
+
+
+@pytest.mark.parametrize("experts", [None, 1, 3])
+def test_shards_are_copied_into_the_parameter_that_vllm_gives(experts: int | None) -> None:
+    """In `reload_weights`, vLLM calls a parameter's loader with another parameter, and first with one on meta."""
+    shards = [torch.randn(4, 5) for _ in range(experts or 1)]
+    whole = shards[0] if experts is None else torch.stack(shards)
+    for device in ("meta", "cpu"):
+        parameter = torch.nn.Parameter(torch.zeros(whole.shape, device=device), requires_grad=False)
+        copy_shards(parameter, shards)
+    assert torch.equal(parameter, whole)
+    if experts is not None:
+        with pytest.raises(ValueError, match="argument 2 is"):
+            copy_shards(parameter, shards[1:] or shards * 2)
