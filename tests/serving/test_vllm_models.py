@@ -303,9 +303,11 @@ EAGER = {"enforce_eager": True}
 SIZES = {"max_model_len": 64, "max_num_seqs": 4, "dtype": "float32"}
 
 
-def make_model(kind: str, learnable_masks: bool, top_k: int | None, weight_format: str, folder: Path) -> list[int]:
+def make_model(
+    kind: str, learnable_masks: bool, top_k: int | None, weight_format: str, folder: Path, **changes: Any
+) -> list[int]:
     """Save a small random model, and return the tokens that Transformers generates with it."""
-    model = save_small(kind, folder, weight_format, mask_top_k=top_k, learnable_masks=learnable_masks)
+    model = save_small(kind, folder, weight_format, mask_top_k=top_k, learnable_masks=learnable_masks, **changes)
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return model.generate(torch.tensor([PROMPT]), **options)[0, len(PROMPT) :].tolist()
 
@@ -340,6 +342,17 @@ def test_the_engine_generates_the_tokens_of_transformers(
     assert len(set(expected)) > 1
     ((answer,),) = answers(start(tmp_path / "model", [[(PROMPT, NEW_TOKENS)]], {**SIZES, **options}))
     assert answer.tokens == expected
+
+
+@pytest.mark.parametrize(("kind", "learnable_masks"), [("llama", True), ("mixtral", False)])
+def test_another_checkpoint_is_loaded_into_a_running_engine(kind: str, learnable_masks: bool, tmp_path: Path) -> None:
+    expected = [
+        make_model(kind, learnable_masks, None, "dense", tmp_path / name, seed=seed)
+        for seed, name in enumerate(("model", "next"))
+    ]
+    assert expected[0] != expected[1]
+    found = answers(start(tmp_path / "model", [[(PROMPT, NEW_TOKENS)]], {**SIZES, **EAGER}, then=tmp_path / "next"))
+    assert [answer.tokens for (answer,) in found] == expected
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ BY_EXPERTS = {"enable_expert_parallel": True}
 TRANSFORMERS_BACKEND = {"hf_overrides": {"architectures": ["TransformersForCausalLM"]}}
 
 _SCRIPT = """
-import json, sys
+import json, shutil, sys
 from vllm import LLM, SamplingParams
 
 def report(model):
@@ -30,9 +30,13 @@ def report(model):
     return str(mglu_ops.fusion_report())
 
 if __name__ == "__main__":  # vLLM spawns processes
-    folder, calls, settings, is_reported = json.loads(sys.argv[1])
+    folder, calls, settings, is_reported, then = json.loads(sys.argv[1])
     llm, results = LLM(folder, skip_tokenizer_init=True, **settings), []
-    for call in calls:
+    for index, call in enumerate([*calls, *(calls if then else [])]):
+        if then and index == len(calls):
+            shutil.copytree(then, folder, dirs_exist_ok=True)
+            llm.collective_rpc("reload_weights")
+            llm.reset_prefix_cache()
         options = {"temperature": 0, "ignore_eos": True, "detokenize": False, "logprobs": 0}
         sampling = [SamplingParams(max_tokens=new_tokens, **options) for _, new_tokens in call]
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in call], sampling, use_tqdm=False)
@@ -65,11 +69,11 @@ class Answer(NamedTuple):
     cached: int
 
 
-def make_small(kind: str, **changes: Any) -> Any:
+def make_small(kind: str, seed: int = 0, **changes: Any) -> Any:
     """A small random model of Transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "head_dim": 32}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 256}
     experts = {"num_experts": 4, "num_experts_per_tok": 2} if kind in ("qwen3_moe", "mixtral") else {}
@@ -94,7 +98,13 @@ def save_small(
 
 
 def start(
-    model: Path, calls: Sequence[Sequence[Request]], settings: dict[str, Any], *, report: bool = False, **variables: str
+    model: Path,
+    calls: Sequence[Sequence[Request]],
+    settings: dict[str, Any],
+    *,
+    report: bool = False,
+    then: Path | None = None,
+    **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Start vLLM in new processes that generate greedily, one call of `LLM.generate` after the other.
 
@@ -103,6 +113,7 @@ def start(
         calls: the requests of each call.
         settings: arguments of `LLM`.
         report: True to print the report of the fusion pass too.
+        then: the folder of a checkpoint that is then loaded into the running engine, before all calls are made again.
         variables: environment variables.
     """
     from vllm.platforms import current_platform
@@ -122,7 +133,7 @@ def start(
     }
     if current_platform.is_cpu() and "tensor_parallel_size" in settings:
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
-    command = [sys.executable, str(script), json.dumps([str(model), calls, settings, report])]
+    command = [sys.executable, str(script), json.dumps([str(model), calls, settings, report, then and str(then)])]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
