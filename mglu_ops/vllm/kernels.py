@@ -16,8 +16,8 @@ from .. import batch_invariance, dispatch
 from ..backends.base import Task
 from ..call import Call
 
-FEW_TOKENS, STRIDE = 512, 16
-"""Kernels for more than `FEW_TOKENS` have tiles with a multiple of `STRIDE` tokens, so that the multiples need all."""
+FEW_TOKENS, STRIDE = 512, 8
+"""Above `FEW_TOKENS`, only multiples of `STRIDE` are asked for their kernels, since all tiles have a multiple of it."""
 
 
 def steps(captured: Sequence[int], most_tokens: int) -> list[int]:
