@@ -417,7 +417,10 @@ class _Layer(torch.autograd.Function):
                 packed_masks = pack(mask_logits)
             routing = () if offs is None else (offs,)
             result, partials = train(x, in_dtype, packed_masks, *routing, *options_of(given))
-        ctx.save_for_backward(x, weight, packed_masks, offs, partials, weight_scale)
+        needs = SteGiven(*ctx.needs_input_grad[3:])
+        reads_x = needs.weight or needs.mask_logits  # the gradients of x and of the mask weights do not
+        ctx.save_for_backward(x if reads_x else None, weight, packed_masks, offs, partials, weight_scale)
+        ctx.x_shape = x.shape
         ctx.weight_format = weight_format
         ctx.logits_dtype = None if mask_logits is None else mask_logits.dtype
         ctx.mask_weights_dtype = None if mask_weights is None else mask_weights.dtype
@@ -432,6 +435,7 @@ class _Layer(torch.autograd.Function):
             return (None,) * (3 + len(needed))
         needs = SteGiven(*needed)
         x, weight, packed_masks, offs, partials, weight_scale = ctx.saved_tensors
+        x = grad_output.new_empty(ctx.x_shape) if x is None else x
         grads = (backward if offs is None else grouped_backward)(
             grad_output,
             x,
@@ -455,13 +459,16 @@ class _Down(torch.autograd.Function):
         given = DownGiven(*args)
         with torch._C._AutoDispatchBelowAutograd(), no_view_tracking(), outer_gradients():
             result = experts_down(*args)
-        ctx.save_for_backward(*given[:5])
-        ctx.weight_format = given.weight_format
+        y, *others = given[:5]
+        _, needs_weight, _, needs_expert_weights, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(y if needs_weight or needs_expert_weights else None, *others)
+        ctx.y_shape, ctx.weight_format = y.shape, given.weight_format
         return result
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         y, weight, expert_ids, expert_weights, scale = ctx.saved_tensors
+        y = grad_output.new_empty(ctx.y_shape) if y is None else y
         needs_y, needs_weight, _, needs_expert_weights, *_ = ctx.needs_input_grad
         needs = (needs_y, needs_weight, needs_expert_weights)
         weight = decoded(y, weight, scale, ctx.weight_format)
