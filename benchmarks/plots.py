@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pandas as pd
 
 from benchmarks.ceiling import GEMM
-from benchmarks.frames import fastest, load
-from benchmarks.tables import MODEL_OF, ONE_TOKEN, chosen, one_token_times
+from benchmarks.frames import load
+from benchmarks.tables import ONE_TOKEN, chosen, one_token_times
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,9 +80,12 @@ def powers_of_two(axes: Axes, label: str, ticks: Iterable[int]) -> None:
     axes.set_xlabel(label)
 
 
-def draw_legend(figure: Figure, axes: Axes) -> None:
-    """Draw one legend below all panels, with the labels of the panel `axes`."""
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)
+def draw_legend(figure: Figure, *panels: Axes) -> None:
+    """Draw one legend below all panels, with the labels of some panels."""
+    handles = {
+        label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=2)
 
 
 BY_LABEL = dict(zip(ONE_TOKEN, (CEILING, CUDA, TRITON, COMPILED, EAGER), strict=True))
@@ -164,8 +167,8 @@ def draw_bars(axes: Axes, figures: pd.DataFrame, labels: pd.DataFrame) -> None:
     axes.margins(x=0.25)  # makes room for the labels
 
 
-def layer_and_model(layers: pd.DataFrame, models: pd.DataFrame) -> Figure:
-    """One token: the speed-up of the layers of current models over SwiGLU, and tokens a second of whole models."""
+def layer_and_model(layers: pd.DataFrame, served: pd.DataFrame) -> Figure:
+    """One token: the speed-up of the layers of current models over SwiGLU, and tokens a second of served models."""
     figure, (left, right) = figure_of(2, 3.6, sharex=False, columns=2)
     ours = chosen(layers, swiglu=("SwiGLU", ["layer"])).droplevel("tokens")
     names = layers.drop_duplicates("layer").set_index("layer").case.str.replace(", ", "\n")
@@ -174,21 +177,22 @@ def layer_and_model(layers: pd.DataFrame, models: pd.DataFrame) -> Figure:
     left.axvline(1, **THIN)
     left.set(xlabel="speed-up over the fastest SwiGLU (dashed)", title="the gated projection of one layer")
 
-    models = models[models.tokens == 1]
-    best = fastest(models, ("SwiGLU", "SwiMGLU"), ["layer", "n_masks"])
-    rates = best.rate.unstack("n_masks").loc[models.layer.unique()]
+    steps = served[(served.work == "decode") & (served.tokens == 1)]
+    formats = steps.variant.str.extract(", (.*)", expand=False)  # such as fp8
+    steps = steps.assign(name=steps.model + ("\n" + formats).fillna(""))
+    rates = steps.pivot_table("rate", "name", "n_masks", sort=False).sort_index(axis="columns")
     labels = rates.map("{:.0f}".format) + rates.div(rates[0], axis="index").map(", {:.2f}x".format)
-    draw_bars(right, rates.rename(MODEL_OF), labels)
-    right.set(xlabel="tokens a second, and their ratio to SwiGLU's", title="a whole model")
+    draw_bars(right, rates, labels)
+    right.set(xlabel="tokens a second, and their ratio to SwiGLU's", title=f"a model in vLLM {served.attrs['vllm']}")
 
-    devices = sorted({layers.attrs["device"], models.attrs["device"]})
-    figure.suptitle(", ".join([*devices, *sorted({*layers["dtype"], *models["dtype"]}), "one token at a time"]))
-    draw_legend(figure, right)
+    devices = sorted({layers.attrs["device"], served.attrs["device"]})
+    figure.suptitle(", ".join([*devices, *sorted({*layers["dtype"], *served["dtype"]}), "one token at a time"]))
+    draw_legend(figure, right, left)
     return figure
 
 
 PLOTS: dict[str, tuple[tuple[str, ...], Callable[..., Figure]]] = {
-    "layer_and_model": (("models", "decode_model"), layer_and_model),
+    "layer_and_model": (("models", "serve"), layer_and_model),
     "latency_by_masks": (("one_token",), latency_by_masks),
     "speedup_over_swiglu": (("routes",), speedup_over_swiglu),
     "roofline": (("tokens",), roofline),

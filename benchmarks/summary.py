@@ -113,7 +113,8 @@ def summary(name: str, results: Path) -> str:
 
 # --- The table of jobs ------------------------------------------------------------------------------------------------
 
-MODEL, LAYER, MIXED = "layer == '14336 x 4096'", "layer == '8192 x 2048'", "case == 'Qwen3-30B-A3B, balanced'"
+SERVED, FP8 = "model == 'Llama-3.1 8B' and work == 'decode'", "variant.str.contains('fp8')"
+LAYER, MIXED = "layer == '8192 x 2048'", "case == 'Qwen3-30B-A3B, balanced'"
 
 
 def jobs(results: Path) -> str:
@@ -134,13 +135,15 @@ def jobs(results: Path) -> str:
     swiglu, _, *masked = TEXT["300M"]
     noise = deviation_of(of for recipe, of in texts.items() if recipe.size == "300M")
     one, four = (difference(texts[recipe], texts[swiglu], noise) for recipe in masked)
-    served = {
-        name: (gain(name, MODEL, *tokens, ours="SwiMGLU"), load(results, name).attrs["device"].split()[1])
-        for name, tokens in (("decode_model", (1, 8, 32)), ("decode_model_fp8", (1, 8)))
-    }
+    engine = load(results, "serve").attrs
+    where = f"{engine['device'].split()[1]}, vLLM {engine['vllm']}"
+    bfloat16, fp8 = (
+        gain("serve", f"{SERVED} and {is_fp8}", 1, 8, 32, ours="SwiMGLU") for is_fp8 in (f"not {FP8}", FP8)
+    )
     on_cpus = (gain(name, "dtype == 'bfloat16'", 1) for name in ("cpu_one_token", "cpu_one_token_xeon"))
     steps = [gain("train_model", "case == 'Llama-3.2 1B, autocast'", 8192, ours="fused", n_masks=n) for n in (1, 4)]
     prompts = [gain("routes", LAYER, 8192, n_masks=n) for n in (1, 4)]
+    prompt = gain("serve", f"model == 'Llama-3.1 8B' and work == 'prompts' and not {FP8}", 8192, ours="SwiMGLU")
     experts = gain("experts_layer", MIXED, 1, 32, 256)
     return markdown(
         ("job", "take", "gain over SwiGLU", "cost"),
@@ -148,13 +151,13 @@ def jobs(results: Path) -> str:
             [
                 "[Serve an 8B model](mglu_ops/vllm/README.md), 1, 8 and 32 sequences",
                 "`SwiMGLU`, 1 mask, leveled, bfloat16",
-                "{} ({}, a decoding loop)".format(*served["decode_model"]),
+                f"{bfloat16} ({where})",
                 "quality: no run of this size; as under 'Train'",
             ],
             [
-                "the same [in fp8](mglu_ops/weight_formats.md), 1 and 8",
+                "the same [in fp8](mglu_ops/weight_formats.md)",
                 "then `mglu_ops.quantize(model, 'fp8_row')`",
-                "{} over SwiGLU in fp8 ({})".format(*served["decode_model_fp8"]),
+                f"{fp8} over SwiGLU in vLLM's fp8",
                 "weights are rounded to 8 bits",
             ],
             [
@@ -190,7 +193,7 @@ def jobs(results: Path) -> str:
             [
                 "[Prompts and large batches](benchmarks/README.md)",
                 "SwiGLU, or 1 mask",
-                f"{prompts[0]} (a layer, 8192 tokens, H200)",
+                f"{prompts[0]} (a layer, 8192 tokens, H200); {prompt} (8 prompts of 1024, 8B, vLLM)",
                 f"4 masks: **{prompts[1]}**",
             ],
         ],

@@ -164,14 +164,25 @@ MEASURES = {"held_out": "held out", "train": "last text"}
 """Column of the runs -> its heading. `train` is the loss on the last 10 MB of training text, which are read once."""
 
 
-def structure(results: Path) -> str:
-    """The paired differences of 2:4 masks and their rivals on the corpora `pinned` and `pinned_earlier`."""
+def structure(results: Path, corpora: Iterable[str] = ("pinned", "pinned_earlier")) -> str:
+    """The paired differences of 2:4 masks and their rivals on some corpora."""
     columns: dict[str, tuple[Study, str]] = {}
-    for corpus in ("pinned", "pinned_earlier"):
+    for corpus in corpora:
         studies = {about: Study(results, corpus, measure) for measure, about in MEASURES.items()}
         for size in SIZES:
             columns |= {f"{corpus}, {size}, {about}": (study, size) for about, study in studies.items()}
     return table(COMPARISONS[COMPARISONS.corpus == "pinned"], columns)
+
+
+def averaged(results: Path) -> str:
+    """The same for averaged parameters on the corpus `pinned_whole`, and the standard deviations of the losses."""
+    losses = Study(results, "pinned_whole").losses
+    each = (
+        f"{deviation_of(of for recipe, of in losses.items() if recipe.size == size):.4f} in the {size} model"
+        for size in sorted({recipe.size for recipe in losses})
+    )
+    spread = f"Standard deviation between seeds on held-out text, in nats a byte: {', '.join(each)}."
+    return f"{spread}\n\n{structure(results, ['pinned_whole'])}"
 
 
 def repeats(results: Path) -> str:
@@ -259,6 +270,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "learning_claims": claims,
     "learning_findings": findings,
     "learning_structure": structure,
+    "learning_averaged": averaged,
     "learning_repeats": repeats,
     "learning_conversions": conversions,
     "learning_fits": fits,

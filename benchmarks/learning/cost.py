@@ -33,7 +33,7 @@ PROTOCOL = (
 
 def layer_of(recipe: Recipe) -> Recipe:
     """The recipe with defaults in all fields that do not affect the kernels of a step."""
-    rates = "lr", "last_rate", "mask_lr", "mask_stop"
+    rates = "lr", "last_rate", "average", "mask_lr", "mask_stop"
     initial = "logits_std", "gate_ratio", "weight_gain", "down_gain", "start", "seed"
     text = "megabytes", "skip", "distilled", "text_share"
     return replace(recipe, **{name: getattr(Recipe, name) for name in (*text, *rates, *initial)})

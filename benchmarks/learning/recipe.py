@@ -61,6 +61,8 @@ class Recipe:
         megabytes: training text, in 10^6 bytes. Text that is read twice counts twice.
         lr: the largest learning rate of the weights.
         last_rate: the learning rates at the end, as a fraction of the largest.
+        average: the fraction of the steps over which parameters are averaged exponentially: the weight of a step falls
+            by the factor e in so many steps. Held-out text is read with the average. 0 for the last parameters.
         mask_lr: the learning rate of mask logits, as a fraction of `lr`.
         mask_stop: the fraction of the steps after which the masks are frozen.
         logits_std: the standard deviation of the initial logits.
@@ -105,6 +107,7 @@ class Recipe:
     megabytes: float = 60.0
     lr: float = 1e-3
     last_rate: float = 0.1
+    average: float = 0.0
     mask_lr: float = 1.0
     mask_stop: float = 1.0
     logits_std: float = 0.01
@@ -170,6 +173,8 @@ class Recipe:
             raise ValueError(f"text_share: got {self.text_share}, must be from 0 to 1, and 0 unless distilled")
         if self.logits != "adamw" and not (self.has_masks and self.learned and not self.flips):
             raise ValueError(f"logits: got {self.logits!r} for {self.layer}, must be 'adamw' unless logits are learned")
+        if not 0 <= self.average <= 1 or (self.average and self.logits == "bfloat16"):
+            raise ValueError(f"average: got {self.average}, must be from 0 to 1, and 0 for logits in bfloat16")
         self._check_structure()
 
     def _check_structure(self) -> None:
@@ -210,8 +215,9 @@ class Recipe:
     @property
     def fit(self) -> Recipe:
         """The recipe with defaults for all fields on which a fit does not depend: the training after it."""
-        of_training = "lr", "last_rate", "mask_lr", "mask_stop", "continuous", "distilled", "text_share", "logits"
-        return replace(self, **{name: getattr(Recipe, name) for name in of_training})
+        rates = "lr", "last_rate", "mask_lr", "mask_stop"
+        other = "average", "continuous", "distilled", "text_share", "logits"
+        return replace(self, **{name: getattr(Recipe, name) for name in (*rates, *other)})
 
     @property
     def changes(self) -> dict[str, Any]:

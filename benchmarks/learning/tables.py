@@ -25,7 +25,7 @@ def read(path: Path) -> pd.DataFrame:
         FileNotFoundError: there is no such table.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such table; `python -m benchmarks.learning.gather` makes it")
+        raise FileNotFoundError(f"{path}: no such result; `python -m benchmarks.learning.gather` makes this table")
     head = read_table(path)[0]
     found = pd.read_csv(path, skiprows=len(head), dtype={"commit": str, "torch": str})
     found.attrs = head
@@ -83,7 +83,7 @@ GATES = {
     "relu_squared": ("ReLU squared", "GLU with ReLU squared"),
 }
 """Activation -> its name, and the name of GLU with this activation."""
-SAID = {"layer", "activation", "top_k", "weight_gain", "mask_lr", "size", "skip", "vocabulary", "paired"}
+SAID = {"layer", "activation", "top_k", "weight_gain", "mask_lr", "size", "skip", "vocabulary", "paired", "average"}
 """Fields of a recipe that `label` does not append as `name value`: it words them otherwise, or leaves them out."""
 WORDS = {"width": "{:.3g} times as wide", "megabytes": "{:g} MB", "learned": "not learned", "structure": "{}"}
 """Field -> the words that `label` uses instead of the field's name and value."""

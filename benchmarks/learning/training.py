@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import config as dynamo_config
 from torch.nn.functional import cross_entropy
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from benchmarks.language_model import LanguageModel
 from benchmarks.learning import conversion
@@ -102,6 +104,7 @@ class Training:
         self.flips_of_rate = recipe.flips / sum(map(self.rate, range(self.steps)))
         self.optimizers = optimizers(groups, recipe.logits, fused=device == "cuda")
         self.largest = [group["lr"] for group in self.groups]
+        self.averages = [one.detach().clone() for one in self.model.parameters()] if recipe.average else []
         self.windows = Windows(corpus.train, device, recipe.seed if recipe.paired else 0)
         self.statistics = MaskStatistics(self.model) if recipe.has_masks and recipe.structure == "free" else None
         self.first_masks = [packed_masks(layer) for layer in masked_layers(self.model)]
@@ -145,7 +148,26 @@ class Training:
             step_accumulators(logits, logits.grad, self.flips_of_rate * self.rate(step))
         self.model.zero_grad(set_to_none=True)
         self.progress.step += 1
+        if self.averages:  # the first steps have equal weights, so that the initial parameters have none
+            weight = max(1 / self.progress.step, min(1.0, 1 / (self.recipe.average * self.steps)))
+            get_ema_multi_avg_fn(1 - weight)(self.averages, list(self.model.parameters()), None)
         return loss.detach()
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Exchange the parameters for their averages, if the recipe has any, until the end of the context."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for parameter, average in zip(self.model.parameters(), self.averages, strict=bool(self.averages)):
+            last = parameter.clone()
+            parameter.copy_(average)
+            average.copy_(last)
 
     def _set_tau(self) -> None:
         """Set the width of continuous masks for the next step."""
@@ -235,12 +257,14 @@ class Training:
 
         `loss` is the mean and `worst` the largest loss of the steps since the previous point, in nats per token.
         """
+        with self.averaged():
+            losses = self.losses()
         row: dict[str, Any] = {
             "step": self.progress.step,
             "megabytes": round(self.recipe.megabytes * self.progress.step / self.steps, 3),
             "train": float(f"{loss:.6g}"),
             "worst": float(f"{worst:.6g}"),
-            **{name: float(f"{loss:.6g}") for name, loss in self.losses().items()},
+            **{name: float(f"{loss:.6g}") for name, loss in losses.items()},
             "seconds": round(self.progress.seconds, 1),
         }
         return row | self._masks()
@@ -277,6 +301,7 @@ class Training:
             "digest": self.corpus.sizes.digest,
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "averages": self.averages,
             "progress": asdict(self.progress),
         }
         write_whole(path, lambda temporary: torch.save(state, temporary))
@@ -295,6 +320,8 @@ class Training:
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
+        for average, saved in zip(self.averages, state["averages"], strict=True):
+            average.copy_(saved)
         self.progress = Progress(**state["progress"])
 
 

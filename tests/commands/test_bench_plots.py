@@ -65,19 +65,28 @@ def test_layers_and_models_come_from_the_results(plots: Any) -> None:
     assert figure.get_suptitle() == "NVIDIA H200, bfloat16, one token at a time"
     left, right = figure.axes
     shapes = [label.get_text().splitlines()[-1].split(" x ") for label in left.get_yticklabels()]
-    models = {"Llama-3.2 1B": 8192, "Llama-3.1 8B": 14336}
-    assert [label.get_text() for label in right.get_yticklabels()] == list(models)
+    names = [label.get_text() for label in right.get_yticklabels()]
+    assert names[:2] == ["Llama-3.1 8B", "Llama-3.1 8B\nfp8"]
     assert [tuple(map(int, shape)) for shape in shapes] == list(decode.MODEL_LAYERS)
     lines = committed("models")
     for n_masks, label in ((1, "1 mask"), (4, "4 masks"), (8, "8 masks")):
         swiglu = [least(lines, "SwiGLU", out_features=d, in_features=h) for d, h in shapes]
         ours = [least(lines, "mglu cuda", n_masks=n_masks, out_features=d, in_features=h) for d, h in shapes]
         assert bars(left)[label] == pytest.approx([theirs / mine for theirs, mine in zip(swiglu, ours, strict=True)])
-    lines = committed("decode_model")
-    for n_masks, label in ((0, "SwiGLU"), (1, "1 mask"), (4, "4 masks"), (8, "8 masks")):
-        variant = "SwiMGLU" if n_masks else "SwiGLU"
-        times = [least(lines, variant, tokens=1, n_masks=n_masks, out_features=d) for d in models.values()]
-        assert bars(right)[label] == pytest.approx([1e6 / time for time in times])
+    lines = committed("serve")
+    for n_masks, label in ((0, "SwiGLU"), (1, "1 mask"), (4, "4 masks")):
+        rates = bars(right)[label]
+        for name, rate in zip(names[:2], rates, strict=False):
+            variant = ("SwiMGLU" if n_masks else "SwiGLU") + (", fp8" if "fp8" in name else "")
+            (time,) = (
+                float(line["microseconds"])
+                for line in lines
+                if line["case"] == "Llama-3.1 8B, decode"
+                and (line["variant"], line["tokens"], line["n_masks"]) == (variant, "1", str(n_masks))
+            )
+            assert rate == pytest.approx(1e6 / time)
+    shown = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert shown == ["SwiGLU", "1 mask", "4 masks", "8 masks"]
 
 
 def test_roofs_and_speedup_of_a_small_table(plots: Any, tmp_path: Path) -> None:

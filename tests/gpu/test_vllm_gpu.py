@@ -2,7 +2,7 @@
 
 A start of vLLM takes 20 to 40 s, so each one answers several calls: a batch whose size changes from step to step, with
 a prompt that is longer than a step (chunked prefill); the same batch again (prefix cache); and one request alone.
-tests/serving has the plugin's other tests, on CPUs. The file takes 5 minutes in three processes (`-n 3`).
+tests/serving has the plugin's other tests, on CPUs. The file takes 4 minutes in eight processes (`-n 8`).
 """
 
 from __future__ import annotations

@@ -105,7 +105,9 @@ def test_a_seed_that_diverged_is_not_left_out_of_a_mean(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "corpus", [experiments.USUAL, ["text"], ["structure", "conversion"]], ids=("python", "texts", "pinned")
+    "corpus",
+    [experiments.USUAL, ["text"], ["structure", "conversion"], ["averaged"]],
+    ids=("python", "texts", "pinned", "pinned_whole"),
 )
 def test_layers_of_a_corpus_have_names_of_their_own(corpus):
     layers = {replace(one, seed=0) for one in experiments.chosen(corpus)}
@@ -272,6 +274,13 @@ def test_layers_of_structure_are_compared_by_runs_with_the_same_seed(tmp_path):
     assert fourth.startswith("| 1 mask, 2:4 | SwiGLU | +0.0250 ± 0.0635 |")
     # The variances 0.0002, 0.00045 and 0.00163, weighted by their 1, 1 and 2 degrees of freedom.
     assert comparisons.deviation_of(map(pd.Series, losses)) == pytest.approx(0.03129, rel=1e-3)
+    for layer, of in zip(experiments.AVERAGED[:3], losses, strict=True):
+        for seed, loss in enumerate(of):
+            finished(tmp_path, replace(layer, seed=seed), loss, "pinned_whole")
+    spread, _, averaged, _, other, *_ = comparisons.averaged(tabled(tmp_path, "pinned_whole")).splitlines()
+    assert spread == "Standard deviation between seeds on held-out text, in nats a byte: 0.0313 in the 25M model."
+    assert averaged == "| layer | compared with | pinned_whole, 25M, held out | pinned_whole, 25M, last text |"
+    assert other == f"| 1 mask | SwiGLU | +0.0150 ± 0.0635 | {same} |"
     one, other = pd.Series([1.5]), pd.Series([1.0], [1])
     assert comparisons.difference(one, other) is None  # no seed is in both
     assert str(comparisons.difference(one, other.set_axis([0]))) == "+0.5000"

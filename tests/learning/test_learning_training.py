@@ -135,7 +135,7 @@ def test_a_compiled_run_follows_the_eager_one(options, text, tmp_path):
         assert float(first["held_out"]) == pytest.approx(float(second["held_out"]), rel=0.02)
 
 
-@pytest.mark.parametrize("options", sample([{}, {"layer": "glu"}, {"continuous": 0.5}, {"flips": 0.2}], 4), ids=str)
+@pytest.mark.parametrize("options", sample([{}, {"average": 0.2}, {"continuous": 0.5}, {"flips": 0.2}], 4), ids=str)
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(options, text, tmp_path):
     one = tiny_run(text, 20, n_masks=2, mask_stop=0.7, **options)
     assert train.run(one, text, tmp_path / "whole", "cpu", compiled=False)
@@ -145,6 +145,28 @@ def test_a_run_that_was_stopped_goes_on_bit_for_bit(options, text, tmp_path):
         assert (tmp_path / "parts" / f"{one.name}.pt").is_file()
     assert stops == 3
     assert rows_of(tmp_path / "whole", one) == rows_of(tmp_path / "parts", one)
+
+
+def test_held_out_text_is_read_with_the_average_of_the_parameters(text):
+    """Over half of 6 steps: the mean of the parameters after the first 3 steps, then a third of each step."""
+    run = training.Training(tiny_run(text, 6, n_masks=2, average=0.5), text, "cpu", compiled=False)
+    run.warm_up()
+    after = []
+    for _ in range(6):
+        run.step()
+        after.append([one.detach().clone() for one in run.model.parameters()])
+    averages = [torch.stack(of[:3]).mean(0) for of in zip(*after, strict=True)]
+    for of in after[3:]:
+        averages = [average + (one - average) / 3 for average, one in zip(averages, of, strict=True)]
+    found = run.point(0.0, 0.0)["held_out"]
+    assert all(torch.equal(one, last) for one, last in zip(run.model.parameters(), after[-1], strict=True))
+    last = run.losses()["held_out"]
+    with torch.no_grad():
+        for parameter, average in zip(run.model.parameters(), averages, strict=True):
+            torch.testing.assert_close(run.averages.pop(0), average)
+            parameter.copy_(average)
+    assert found == pytest.approx(run.losses()["held_out"], rel=1e-5)
+    assert found != pytest.approx(last, rel=1e-5)
 
 
 def test_a_checkpoint_of_another_recipe_is_refused(text, tmp_path):
