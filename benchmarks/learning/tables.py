@@ -22,7 +22,7 @@ def read(path: Path) -> pd.DataFrame:
     """A table that `benchmarks.learning.gather` wrote. The frame's `attrs` hold its head.
 
     Raises:
-        FileNotFoundError: there is no such table.
+        FileNotFoundError: there is no such file.
     """
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such result; `python -m benchmarks.learning.gather` makes this table")

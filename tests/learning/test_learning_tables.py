@@ -43,7 +43,7 @@ def test_recipes_survive_their_table(tmp_path):
     recipes = {replace(one, seed=seed) for one, seed in zip(found.recipe, found.seed, strict=True)}
     assert recipes == {*every}
     assert tables.recipe_of({"recipe.layer": "glu", "recipe.top_k": float("nan")}) == Recipe("glu")
-    with pytest.raises(FileNotFoundError, match=r"texts_runs\.csv: no such table"):
+    with pytest.raises(FileNotFoundError, match=r"texts_runs\.csv: no such result"):
         comparisons.TABLES["learning_texts"](tmp_path)
 
 
