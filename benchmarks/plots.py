@@ -181,6 +181,7 @@ def layer_and_model(layers: pd.DataFrame, served: pd.DataFrame) -> Figure:
     formats = steps.variant.str.extract(", (.*)", expand=False)  # such as fp8
     steps = steps.assign(name=steps.model + ("\n" + formats).fillna(""))
     rates = steps.pivot_table("rate", "name", "n_masks", sort=False).sort_index(axis="columns")
+    rates = rates[rates[0].notna()]  # formats that SwiGLU has too
     labels = rates.map("{:.0f}".format) + rates.div(rates[0], axis="index").map(", {:.2f}x".format)
     draw_bars(right, rates, labels)
     right.set(xlabel="tokens a second, and their ratio to SwiGLU's", title=f"a model in vLLM {served.attrs['vllm']}")

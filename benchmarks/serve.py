@@ -138,12 +138,14 @@ class Variant:
         n_masks: number of masks; 0 for SwiGLU.
         weight_format: the format of the weight of MGLU, and of the down projections of experts.
         quantization: vLLM's quantization of the other layers.
+        activation_format: the format to which these layers of MGLU round x; vLLM's fp8 always rounds x to fp8.
     """
 
     name: str
     n_masks: int = 0
     weight_format: str = "dense"
     quantization: str | None = None
+    activation_format: str = "dense"
 
 
 VARIANTS = {
@@ -153,6 +155,8 @@ VARIANTS = {
     "swiglu-fp8": Variant("SwiGLU, fp8", quantization="fp8"),
     "mglu-1-fp8": Variant("SwiMGLU, fp8", 1, "fp8_row", "fp8"),
     "mglu-4-fp8": Variant("SwiMGLU, fp8", 4, "fp8_row", "fp8"),
+    "mglu-1-fp8_token": Variant("SwiMGLU, fp8, x too", 1, "fp8_row", "fp8", "fp8_token"),
+    "mglu-4-fp8_token": Variant("SwiMGLU, fp8, x too", 4, "fp8_row", "fp8", "fp8_token"),
     "mglu-1-fp8_row": Variant("SwiMGLU, fp8_row", 1, "fp8_row"),
     "mglu-4-fp8_row": Variant("SwiMGLU, fp8_row", 4, "fp8_row"),
 }
@@ -173,7 +177,8 @@ def write_config(model: Model, variant: Variant, folder: Path) -> None:
         config.num_hidden_layers = model.layers
     if variant.weight_format != "dense":
         place = "mglu_quantization_config" if variant.quantization else "quantization_config"
-        setattr(config, place, {"quant_method": "mglu", "weight_format": variant.weight_format})
+        formats = {"weight_format": variant.weight_format, "activation_format": variant.activation_format}
+        setattr(config, place, {"quant_method": "mglu", **formats})
     config.save_pretrained(folder)
 
 

@@ -163,7 +163,10 @@ def test_the_configuration_is_one_that_vllm_and_transformers_read(model: str, va
     if VARIANTS[variant].weight_format != "dense":
         from mglu_ops.transformers.quantization import stored_weights
 
-        assert stored_weights(config).formats_of("model.layers.0.mlp.mglu")[0] == "fp8_row"
+        assert stored_weights(config).formats_of("model.layers.0.mlp.mglu") == (
+            "fp8_row",
+            VARIANTS[variant].activation_format,
+        )
         assert hasattr(config, "quantization_config") == (VARIANTS[variant].quantization is None)
 
 
