@@ -87,7 +87,7 @@ SUITES = {
     **_sweep("routes", "1 to 8192 tokens: the dispatch against every other backend, the naive layer and SwiGLU"),
     **_sweep(
         "formats",
-        "1 to 16 tokens, bfloat16, weights in 8 and 4 bits: our kernels, SwiGLU of torch, and of vLLM if it is",
+        "1 to 16 tokens, bfloat16, weights in 8 and 4 bits: our kernels, SwiGLU of torch, and of vLLM if installed",
     ),
     **_sweep("models", "one token, bfloat16: the layers of current models"),
     "activations": _measuring(

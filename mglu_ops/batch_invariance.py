@@ -16,8 +16,9 @@ class set_batch_invariant_mode:  # noqa: N801 (a function and a context manager,
     """Turn batch-invariant results on or off: from now on, or inside a `with` block.
 
     The mode applies to all threads. It covers every call that runs or is captured into a CUDA graph while it is on:
-    eager calls, compiled code and packages, but not the C++ library. It costs speed: all calls then run the kernel for
-    many tokens on compute capability 9.0, and the kernel for few tokens on other GPUs.
+    eager calls, compiled code and packages, but not the C++ library. It costs speed: aligned calls in 16 bits then run
+    the kernel for many tokens on compute capability 9.0 and the kernel for few tokens on other GPUs, and other calls
+    run `plain`.
 
     Raises:
         TypeError: `mode` is not a bool.

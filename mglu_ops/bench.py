@@ -22,7 +22,9 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="run the benchmarks of a checkout", description=DESCRIPTION)
     parser.add_argument("suites", nargs="*", metavar="SUITE", help="what to measure or plot (default: everything)")
     parser.add_argument("--list", action="store_true", help="list the suites, and measure nothing")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="for tables and plots (default: benchmarks/results)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="for results, tables and plots (default: benchmarks/results)"
+    )
     parser.add_argument("--quick", action="store_true", help="measure one small problem of each suite, as a check")
     parser.set_defaults(run=run)
 

@@ -73,7 +73,8 @@ result and its gradients are zeros, and it contributes nothing to a sum, even if
 expert without rows are zeros too. offs must ascend; otherwise the results are unspecified.
 
 **No value is read on the host of a GPU.** Shapes and launches do not depend on ids or offs, so a captured CUDA graph
-replays with new ids or offs. A warning names the exception, which is float64, or a GPU without Triton.
+replays with new ids or offs. A warning names the exceptions: float64, no Triton, or a GPU below compute
+capability 8.0.
 
 **Gradients.** `experts_forward`, which is for inference, has gradients of x and mask_weights only. The other operators
 over experts have gradients of every floating argument; to have a gradient, a weight must be dense.

@@ -139,7 +139,8 @@ class MGLUExperts(_Experts, MGLU):
     def forward(self, x: Tensor, expert_ids: Tensor) -> Tensor:  # type: ignore[override] # an MGLU has no ids
         """Map x `[..., in_features]` to `[..., K, out_features]`. Under autocast, the result has autocast's dtype.
 
-        No shape depends on the values of the ids. The host waits for a GPU only in float64 and without Triton.
+        No shape depends on the values of the ids. The host waits for a GPU only in float64, without Triton, or
+        below compute capability 8.0.
 
         Args:
             x: `[..., in_features]`.

@@ -48,8 +48,8 @@ def build_runtime(
         out: folder for the library; created if missing.
         compiler: the command line of the C++ compiler; by default `$CXX`, else `c++`, `g++` or `clang++`.
         flags: further compiler flags, such as `-march=native` or `-fsanitize=address`.
-        archs: GPU architectures ("sm_90") for which kernels are compiled into the library, with NVRTC or nvcc. NVRTC
-            compiles all other kernels where the library runs.
+        archs: GPU architectures ("sm_90") for which kernels are compiled into the library, with NVRTC or nvcc. Other
+            layers run the kernel `plain`, which NVRTC compiles where the library runs; it is several times slower.
         packages: packages for whose layers these kernels are compiled.
         program: also write `run_package` to `out`, a program that runs a package without Python (csrc/README.md).
 
