@@ -401,13 +401,14 @@ for _op in (pack_masks, pack_logits, pack_expert_logits, unpack_masks):
 class _Layer(torch.autograd.Function):
     """A layer and its derivative; with `offs`, the layers of experts.
 
-    It takes the fields of `SteGiven` last, whose mask logits are None if there are packed masks.
+    It takes the fields of `SteGiven` last, whose mask logits are None if there are packed masks. The last result is an
+    empty tensor, by which a derivative of the gradients finds all inputs, and raises the error of `last_derivative`.
     """
 
     @staticmethod
     def forward(
         ctx: Any, packed_masks: Tensor | None, weight_scale: Tensor | None, weight_format: str, *layer: Any
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         given = SteGiven(*layer)
         (x, weight, mask_logits, *_), mask_weights, offs = given, given.mask_weights, given.offs
         in_dtype = decoded(x, weight, weight_scale, weight_format)
@@ -418,16 +419,19 @@ class _Layer(torch.autograd.Function):
                 packed_masks = pack(mask_logits)
             routing = () if offs is None else (offs,)
             result, partials = train(x, in_dtype, packed_masks, *routing, *options_of(given))
+            link = result.new_empty(0)
+            if torch._C._are_functorch_transforms_active():  # outer levels record on what the link depends
+                link = sum((one[:0].sum() for one in (x, weight, mask_logits, mask_weights) if one is not None), link)
         needs = SteGiven(*ctx.needs_input_grad[3:])
         reads_x = needs.weight or needs.mask_logits  # the gradients of x and of the mask weights do not
-        ctx.save_for_backward(x if reads_x else None, weight, packed_masks, offs, partials, weight_scale)
+        ctx.save_for_backward(x if reads_x else None, weight, packed_masks, offs, partials, weight_scale, link)
         ctx.x_shape = x.shape
         ctx.weight_format = weight_format
         ctx.logits_dtype = None if mask_logits is None else mask_logits.dtype
         ctx.mask_weights_dtype = None if mask_weights is None else mask_weights.dtype
         ctx.mark_non_differentiable(packed_masks, partials)
         ctx.set_materialize_grads(False)  # otherwise, autograd would make a tensor of zeros as gradient of the partials
-        return result, packed_masks, partials
+        return result, packed_masks, partials, link
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
@@ -435,8 +439,10 @@ class _Layer(torch.autograd.Function):
         if grad_output is None:
             return (None,) * (3 + len(needed))
         needs = SteGiven(*needed)
-        x, weight, packed_masks, offs, partials, weight_scale = ctx.saved_tensors
+        x, weight, packed_masks, offs, partials, weight_scale, link = ctx.saved_tensors
         x = grad_output.new_empty(ctx.x_shape) if x is None else x
+        if torch.is_grad_enabled():  # create_graph=True, or a transform of torch.func
+            x = x + link.sum()
         grads = (backward if offs is None else grouped_backward)(
             grad_output,
             x,
@@ -496,7 +502,8 @@ def _differentiable(given: Given) -> tuple[Tensor, Tensor, Tensor]:
     if is_routed:
         return _sorted_by_expert(given), given.packed_masks, given.x
     layer = (getattr(given, name, None) for name in SteGiven._fields)  # Given has no mask logits
-    return apply_function(_Layer, given.packed_masks, scale, weight_format, *layer)
+    result, packed_masks, partials, _ = apply_function(_Layer, given.packed_masks, scale, weight_format, *layer)
+    return result, packed_masks, partials
 
 
 def _sorted_by_expert(given: Given) -> Tensor:

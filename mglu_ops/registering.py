@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._C import DispatchKey, DispatchKeySet
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from . import notices
@@ -128,12 +129,18 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     """Call `function.apply`, also under functorch transforms.
 
     The transforms call an operator's Autograd kernel once for each level, as for ATen operators. `Function.apply` would
-    raise an error there, so this function calls the `apply` of its base class, as functorch does for one level.
+    raise an error there, so this function calls a class for one level, as functorch does.
     """
     if not torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     with enable_single_level_autograd_function():
-        return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc] # of the C base class
+        return _for_one_level(function).apply(*args)
+
+
+@cache
+def _for_one_level(function: type[torch.autograd.Function]) -> Any:
+    methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward")}
+    return type(function.__name__, (_SingleLevelFunction,), methods)
 
 
 def needs_gradient(*args: Any) -> bool:

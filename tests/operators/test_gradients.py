@@ -270,6 +270,24 @@ def test_double_backward_is_refused(op):
         (loss + first.square().sum()).backward()
 
 
+@pytest.mark.parametrize("name", ["x", "weight", "logits"])
+def test_double_backward_is_refused_if_one_input_needs_a_gradient(name):
+    """Such as a gradient penalty of a frozen critic. Without a path from the gradient to the input, it is lost."""
+    inputs = {one: getattr(LAYER, one).clone().requires_grad_(one == name) for one in ("x", "weight", "logits")}
+
+    def penalty(of: Tensor) -> Tensor:
+        result = forward_ste(*(inputs | {name: of}).values())[0]
+        (first,) = torch.autograd.grad(result.sum(), of, create_graph=True)
+        return first.square().sum() + of.sum()
+
+    with pytest.raises(RuntimeError, match=SECOND):
+        torch.autograd.grad(penalty(inputs[name]), inputs[name])
+    inputs = {one: of.detach() for one, of in inputs.items()}
+    first = grad(lambda of: forward_ste(*(inputs | {name: of}).values())[0].sum())
+    with pytest.raises(RuntimeError, match=SECOND):
+        grad(lambda of: first(of).square().sum() + of.sum())(inputs[name])
+
+
 def test_create_graph_without_a_second_derivative_works():
     weight = LAYER.weight.clone().requires_grad_()
     (plain,) = torch.autograd.grad(forward_of_weight(weight).sum(), weight)
