@@ -101,12 +101,14 @@ from .formats import FORMATS
 from .given import OPERATORS, BackwardGiven, DownGiven, Given, SteGiven, options_of, schema_of_options
 from .masks import binary_masks, check_layout, check_masks, packed_shape, unpack, unpacked_shape
 from .registering import (
+    NO_SECOND_DERIVATIVE,
     PLAIN_KEYSETS,
     apply_function,
     batched,
     below_autograd,
     define,
     fake,
+    has_outer_derivative,
     kernel,
     last_derivative,
     library,
@@ -295,7 +297,7 @@ def _register_train(op: Any, given_of: Callable[..., Given]) -> None:
 
     @kernel(name, "Autograd", with_keyset=True)
     def autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
-        """Return a result that outer functorch levels can differentiate. The partials are constants."""
+        """Return a result that outer functorch levels can differentiate. The partials cannot be differentiated."""
         if needs_gradient(*args):
             result, _, partials = _differentiable(given_of(*args))
             return result, partials
@@ -401,48 +403,54 @@ for _op in (pack_masks, pack_logits, pack_expert_logits, unpack_masks):
 class _Layer(torch.autograd.Function):
     """A layer and its derivative; with `offs`, the layers of experts.
 
-    It takes the fields of `SteGiven` last, whose mask logits are None if there are packed masks. The last result is an
-    empty tensor, by which a derivative of the gradients finds all inputs, and raises the error of `last_derivative`.
+    It takes the fields of `SteGiven` last, whose mask logits are None if there are packed masks. The partials have no
+    gradient, but depend on all inputs: by them, a derivative of the gradients arrives at the error that there is none.
     """
 
     @staticmethod
     def forward(
         ctx: Any, packed_masks: Tensor | None, weight_scale: Tensor | None, weight_format: str, *layer: Any
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         given = SteGiven(*layer)
         (x, weight, mask_logits, *_), mask_weights, offs = given, given.mask_weights, given.offs
         in_dtype = decoded(x, weight, weight_scale, weight_format)
-        train, pack = (forward_train, pack_logits) if offs is None else (grouped_forward_train, pack_expert_logits)
+        train, pack, ste = (
+            (forward_train, pack_logits, forward_ste)
+            if offs is None
+            else (grouped_forward_train, pack_expert_logits, grouped_forward_ste)
+        )
         with torch._C._AutoDispatchBelowAutograd(), no_view_tracking(), outer_gradients():
             if mask_logits is not None:
                 checks.check_ste(given)
                 packed_masks = pack(mask_logits)
             routing = () if offs is None else (offs,)
             result, partials = train(x, in_dtype, packed_masks, *routing, *options_of(given))
-            link = result.new_empty(0)
-            if torch._C._are_functorch_transforms_active():  # outer levels record on what the link depends
-                link = sum((one[:0].sum() for one in (x, weight, mask_logits, mask_weights) if one is not None), link)
+            if mask_logits is not None and has_outer_derivative(mask_logits):  # `train` does not take them
+                result, _ = ste(x, weight, mask_logits, *routing, *options_of(given))
+                partials = partials + mask_logits[:0].sum()
         needs = SteGiven(*ctx.needs_input_grad[3:])
         reads_x = needs.weight or needs.mask_logits  # the gradients of x and of the mask weights do not
-        ctx.save_for_backward(x if reads_x else None, weight, packed_masks, offs, partials, weight_scale, link)
+        ctx.save_for_backward(x if reads_x else None, weight, packed_masks, offs, partials, weight_scale)
         ctx.x_shape = x.shape
         ctx.weight_format = weight_format
         ctx.logits_dtype = None if mask_logits is None else mask_logits.dtype
         ctx.mask_weights_dtype = None if mask_weights is None else mask_weights.dtype
-        ctx.mark_non_differentiable(packed_masks, partials)
+        ctx.mark_non_differentiable(packed_masks)
         ctx.set_materialize_grads(False)  # otherwise, autograd would make a tensor of zeros as gradient of the partials
-        return result, packed_masks, partials, link
+        return result, packed_masks, partials
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_output: Tensor | None, _: None, grad_partials: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        if grad_partials is not None:
+            raise RuntimeError(NO_SECOND_DERIVATIVE)
         _, _, _, *needed = ctx.needs_input_grad
         if grad_output is None:
             return (None,) * (3 + len(needed))
         needs = SteGiven(*needed)
-        x, weight, packed_masks, offs, partials, weight_scale, link = ctx.saved_tensors
+        x, weight, packed_masks, offs, partials, weight_scale = ctx.saved_tensors
         x = grad_output.new_empty(ctx.x_shape) if x is None else x
-        if torch.is_grad_enabled():  # create_graph=True, or a transform of torch.func
-            x = x + link.sum()
         grads = (backward if offs is None else grouped_backward)(
             grad_output,
             x,
@@ -502,8 +510,7 @@ def _differentiable(given: Given) -> tuple[Tensor, Tensor, Tensor]:
     if is_routed:
         return _sorted_by_expert(given), given.packed_masks, given.x
     layer = (getattr(given, name, None) for name in SteGiven._fields)  # Given has no mask logits
-    result, packed_masks, partials, _ = apply_function(_Layer, given.packed_masks, scale, weight_format, *layer)
-    return result, packed_masks, partials
+    return apply_function(_Layer, given.packed_masks, scale, weight_format, *layer)
 
 
 def _sorted_by_expert(given: Given) -> Tensor:

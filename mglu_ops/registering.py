@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
 from typing import Any
 
@@ -106,14 +107,35 @@ def _refuse_jagged(cls: type, op: Any, types: Any, args: Sequence[Any], kwargs: 
 # --- Gradients ------------------------------------------------------------------------------------------------------
 
 
-def outer_gradients() -> torch.set_grad_enabled:
-    """Enable gradients inside `Function.forward` under functorch transforms.
+def outer_gradients() -> AbstractContextManager[None]:
+    """Enable gradients and tangents inside `Function.forward` under functorch transforms.
 
     Autograd disables them there, but outer levels of the transforms must record the operators that are called.
     """
-    return torch.set_grad_enabled(torch._C._are_functorch_transforms_active())
+    return _gradients_and_tangents() if torch._C._are_functorch_transforms_active() else nullcontext()
 
 
+@contextmanager
+def _gradients_and_tangents() -> Iterator[None]:
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
+def has_outer_derivative(tensor: Tensor) -> bool:
+    """True if an outer level of functorch transforms, or autograd outside of them, differentiates by a tensor."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+        if tensor.requires_grad or _has_tangent(tensor):
+            return True
+    return False
+
+
+def _has_tangent(arg: Any) -> bool:
+    """True for a tensor with a tangent of forward-mode AD."""
+    return isinstance(arg, Tensor) and forward_ad.unpack_dual(arg, level=0).tangent is not None
+
+
+NO_SECOND_DERIVATIVE = "a second derivative of MGLU is not implemented"
 _VIEW_TRACKING = DispatchKeySet(DispatchKey.ADInplaceOrView)
 
 
@@ -149,13 +171,11 @@ def needs_gradient(*args: Any) -> bool:
     Raises:
         NotImplementedError: an argument has a tangent of forward-mode AD, which would be lost.
     """
-    if forward_ad._current_level >= 0:
-        for arg in args:
-            if isinstance(arg, Tensor) and forward_ad.unpack_dual(arg, level=0).tangent is not None:
-                raise NotImplementedError(
-                    "mglu: forward-mode AD (torch.func.jvp, jacfwd, dual_level) is not implemented; "
-                    "use reverse mode (backward, torch.func.grad, vjp, jacrev)"
-                )
+    if forward_ad._current_level >= 0 and any(map(_has_tangent, args)):
+        raise NotImplementedError(
+            "mglu: forward-mode AD (torch.func.jvp, jacfwd, dual_level) is not implemented; "
+            "use reverse mode (backward, torch.func.grad, vjp, jacrev)"
+        )
     return torch.is_grad_enabled() and torch._C._any_requires_grad(*args)
 
 
@@ -201,7 +221,7 @@ def last_derivative(op: Any) -> type[torch.autograd.Function]:
 
         @staticmethod
         def backward(ctx: Any, *_: Any) -> Any:
-            raise RuntimeError(f"{op.name()}: a second derivative of MGLU is not implemented")
+            raise RuntimeError(f"{op.name()}: {NO_SECOND_DERIVATIVE}")
 
     return LastDerivative
 

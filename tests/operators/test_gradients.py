@@ -385,8 +385,45 @@ def test_gradients_through_vmap_equal_a_loop():
         torch.testing.assert_close(weights.grad[i], grad(total)(weights[i].detach()))
 
 
-def test_an_outer_gradient_passes_through_the_value_of_an_inner_one():
-    def value_of_inner(weight: Tensor) -> Tensor:
-        return torch.func.grad_and_value(lambda x: forward(x, weight, LAYER.packed_masks).sum())(LAYER.x)[1]
+WEIGHTED = make_layer((3,), 6, 4, 2, dtype=torch.float64, weighted=True)
+INPUTS = {name: getattr(WEIGHTED, name) for name in NAMES}
 
-    torch.testing.assert_close(grad(value_of_inner)(LAYER.weight), grad(total)(LAYER.weight))
+
+def inner(of: str, over: str, transform: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    """A function of the input `over`: an inner transform, over the input `of`, of a loss."""
+
+    def function(value: Tensor) -> Tensor:
+        inputs = INPUTS | {over: value}
+
+        def loss(changed: Tensor) -> Tensor:
+            x, weight, logits, mask_weights = (inputs | {of: changed}).values()
+            return forward_ste(x, weight, logits, "silu", mask_weights)[0].sin().sum()
+
+        return transform(loss)(inputs[of])
+
+    return function
+
+
+@pytest.mark.parametrize("over", NAMES)
+def test_an_outer_gradient_passes_through_the_value_of_an_inner_one(over):
+    value = inner("x", over, lambda loss: lambda x: torch.func.grad_and_value(loss)(x)[1])
+    expected = (
+        inner(over, over, grad)(INPUTS[over]) if over != "x" else grad(inner("x", "x", lambda loss: loss))(INPUTS["x"])
+    )
+    torch.testing.assert_close(grad(value)(INPUTS[over]), expected)
+    leaf = INPUTS[over].clone().requires_grad_()  # autograd outside of the transforms
+    value(leaf).backward()
+    torch.testing.assert_close(leaf.grad, expected)
+
+
+@pytest.mark.parametrize("of", NAMES)
+@pytest.mark.parametrize("over", NAMES)
+def test_derivatives_of_inner_transforms_are_refused_and_never_lost(of, over):
+    """Also tangents of forward mode, which autograd disables inside of a Function."""
+    tangent = torch.ones_like(INPUTS[over])
+    with pytest.raises(RuntimeError, match=SECOND):
+        grad(lambda value: inner(of, over, grad)(value).sin().sum())(INPUTS[over])
+    value_of = inner(of, over, lambda loss: lambda changed: torch.func.vjp(loss, changed)[0])
+    for function in (inner(of, over, grad), value_of):
+        with pytest.raises(NotImplementedError, match="forward-mode AD"):
+            torch.func.jvp(function, (INPUTS[over],), (tangent,))
