@@ -89,7 +89,7 @@ def test_the_inputs_and_the_partials_are_all_that_is_saved(op, weighted):
 
 
 class Sizes(TorchDispatchMode):
-    """Counts the elements of the results of all operators except mglu's."""
+    """Counts the elements of the results of all operators except mglu's and views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Sizes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if func.namespace != "mglu" and isinstance(result, Tensor):
+        if func.namespace != "mglu" and not func.is_view and isinstance(result, Tensor):
             self.elements[str(func)] += result.untyped_storage().nbytes() // result.element_size()
         return result
 
