@@ -80,14 +80,15 @@ class ContinuousMGLU(MGLU):
         self.tau.fill_(tau)
         self.is_continuous = tau > 0
 
-    def _project(self, x: Tensor, mask_weights: Tensor | None) -> Tensor:
+    def _project(  # type: ignore[override] # the other tensors are those of packed masks
+        self, x: Tensor, mask_weights: Tensor | None, weight: Tensor, mask_logits: Tensor, *others: None
+    ) -> Tensor:
         if not self.is_continuous:
-            return super()._project(x, mask_weights)
-        assert self.mask_logits is not None
-        logits = self.mask_logits.detach()
-        masks = (logits / self.tau + (self.mask_logits - logits) + 0.5).clamp(0, 1)
-        gates = F.linear(x, (self.weight * masks).flatten(0, 1)).unflatten(-1, (self.n_masks, -1))
-        values = F.linear(x, self.weight).unsqueeze(-2) - gates
+            return super()._project(x, mask_weights, weight, mask_logits, *others)
+        logits = mask_logits.detach()
+        masks = (logits / self.tau + (mask_logits - logits) + 0.5).clamp(0, 1)
+        gates = F.linear(x, (weight * masks).flatten(0, 1)).unflatten(-1, (self.n_masks, -1))
+        values = F.linear(x, weight).unsqueeze(-2) - gates
         return (get_activation(self.activation).forward(gates) * values).sum(-2)
 
 

@@ -53,8 +53,8 @@ class StructuredMGLU(MGLU):
             soft = (groups - groups.mean(-1, keepdim=True)).flatten(-2)
         return hard + (soft - soft.detach())
 
-    def _project(self, x: Tensor, mask_weights: Tensor | None) -> Tensor:
-        return ops.forward_ste(x, self.weight, self.hard_logits(), self.activation, mask_weights)[0]
+    def _project(self, x: Tensor, mask_weights: Tensor | None, weight: Tensor, *_: Any) -> Tensor:
+        return ops.forward_ste(x, weight, self.hard_logits(), self.activation, mask_weights)[0]
 
 
 class PrunedGLU(GLU):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -155,31 +156,41 @@ class MGLUExperts(_Experts, MGLU):
         mask_weights = self.on_rank(self.mask_weights(x))
         rows, ids = as_rows(self.on_rank(x)), as_rows(expert_ids)
         weights = None if mask_weights is None else as_rows(mask_weights)
-        if self.packed_masks is not None and not (torch.is_grad_enabled() and self.weight.requires_grad):
+        weight, *masks, scale = self._tensors()
+        weight, scale = self.on_rank(weight), self.on_rank(scale)
+        mask_logits, packed_masks = map(self.on_rank, masks)
+        if packed_masks is not None and not (torch.is_grad_enabled() and self.weight.requires_grad):
             weights = None if weights is None else weights.unsqueeze(1).expand(-1, ids.shape[1], -1)
-            weight, packed_masks, scale = map(self.on_rank, (self.weight, self.packed_masks, self.weight_scale))
             given = (rows, weight, packed_masks, ids, self.activation, weights)
             y = ops.experts_forward(*given, scale, self.weight_format, self.activation_format)
-        elif self.save_activations or not torch.is_grad_enabled():
-            y = self._sorted(rows, weights, ids)
         else:
-            y = checkpoint(self._sorted, rows, weights, ids, use_reentrant=False, preserve_rng_state=False)
+            recomputes = not self.save_activations and torch.is_grad_enabled()  # as in MGLU
+            recomputed = partial(checkpoint, self._sorted, use_reentrant=False, preserve_rng_state=False)
+            run = recomputed if recomputes else self._sorted
+            y = run(rows, weights, ids, weight, mask_logits, packed_masks, scale)
         return y.view(*expert_ids.shape, y.shape[-1])
 
-    def _sorted(self, x: Tensor, mask_weights: Tensor | None, expert_ids: Tensor) -> Tensor:
+    def _sorted(
+        self,
+        x: Tensor,
+        mask_weights: Tensor | None,
+        expert_ids: Tensor,
+        weight: Tensor,
+        mask_logits: Tensor | None,
+        packed_masks: Tensor | None,
+        scale: Tensor | None,
+    ) -> Tensor:
         """Compute the result `[tokens * K, out_features]` from rows of x that are sorted by expert.
 
         Unlike `ops.experts_forward`, the operators for sorted rows have the gradients of weights and masks.
         """
-        weight, scale = self.on_rank(self.weight), self.on_rank(self.weight_scale)
         rows = SortedRows(expert_ids, weight.shape[0])
         x, offs = rows.of_tokens(x), rows.offs
         weights = None if mask_weights is None else rows.of_tokens(mask_weights)
-        if self.packed_masks is None:
-            logits = self.on_rank(self.mask_logits)
-            y, _ = ops.grouped_forward_ste(x, weight, logits, offs, self.activation, weights)
+        if packed_masks is None:
+            y, _ = ops.grouped_forward_ste(x, weight, mask_logits, offs, self.activation, weights)
         else:
-            given = (x, weight, self.on_rank(self.packed_masks), offs, self.activation, weights)
+            given = (x, weight, packed_masks, offs, self.activation, weights)
             y = ops.grouped_forward(*given, scale, self.weight_format, self.activation_format)
         return rows.put_back(y)
 

@@ -179,24 +179,36 @@ class MGLU(MaskedLinear):
                 gradient; or x requires a gradient and the layer has an `activation_format` other than `dense`.
         """
         if isinstance(x, torch.fx.Proxy):  # a Proxy of torch.fx.symbolic_trace has no values
-            return self._project(x, self.mask_weights(x))
+            return self._project(x, self.mask_weights(x), *self._tensors())
         self.check_input(x)
-        packed_masks = self.packed_masks
-        if packed_masks is not None:
-            check_masks_in_use(self, packed_masks)
+        if self.packed_masks is not None:
+            check_masks_in_use(self, self.packed_masks)
         mask_weights = self.mask_weights(x)
         if self.save_activations or not torch.is_grad_enabled():
-            return self._project(x, mask_weights)
-        # The operator draws no random numbers, so the generator's state need not be kept.
-        return checkpoint(self._project, x, mask_weights, use_reentrant=False, preserve_rng_state=False)
+            return self._project(x, mask_weights, *self._tensors())
+        # Backward recomputes from the tensors that are passed here, whatever the module holds then. The operator draws
+        # no random numbers, so the generator's state need not be kept.
+        tensors = (x, mask_weights, *self._tensors())
+        return checkpoint(self._project, *tensors, use_reentrant=False, preserve_rng_state=False)
 
-    def _project(self, x: Tensor, mask_weights: Tensor | None) -> Tensor:
-        if self.packed_masks is None:
-            return ops.forward_ste(x, self.weight, self.mask_logits, self.activation, mask_weights)[0]
-        given = (x, self.weight, self.packed_masks, self.activation, mask_weights)
+    def _tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        return self.weight, self.mask_logits, self.packed_masks, self.weight_scale
+
+    def _project(
+        self,
+        x: Tensor,
+        mask_weights: Tensor | None,
+        weight: Tensor,
+        mask_logits: Tensor | None,
+        packed_masks: Tensor | None,
+        scale: Tensor | None,
+    ) -> Tensor:
+        if packed_masks is None:
+            return ops.forward_ste(x, weight, mask_logits, self.activation, mask_weights)[0]
+        given = (x, weight, packed_masks, self.activation, mask_weights)
         if self.weight_format == "dense":
             return ops.forward(*given)
-        return ops.forward(*given, self.weight_scale, self.weight_format, self.activation_format)
+        return ops.forward(*given, scale, self.weight_format, self.activation_format)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, save_activations={self.save_activations}"

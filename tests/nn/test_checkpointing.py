@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import mglu_ops
 from mglu_ops import dispatch
-from mglu_ops.nn import MGLU, GeMGLU, MGLUFeedForward, NaiveMGLU, ReMGLU, SwiMGLU, freeze
+from mglu_ops.nn import MGLU, GeMGLU, MGLUExperts, MGLUFeedForward, NaiveMGLU, ReMGLU, SwiMGLU, freeze
 from tests.support.budgets import assert_matches
 from tests.support.families import quick_only_for
 
@@ -107,6 +107,34 @@ def test_recomputing_keeps_no_activations() -> None:
         activations = 4 * 40 * 64 * 4
         assert saved_bytes(saving, x.clone()) > activations
         assert saved_bytes(recomputing, x.clone()) < activations / 4
+
+
+@pytest.mark.parametrize("changed", ["functional_call", "parametrization"])
+@pytest.mark.parametrize("experts", [False, True])
+def test_recomputing_reads_the_tensors_that_forward_has_read(experts: bool, changed: str) -> None:
+    """Backward runs when the module holds other tensors again, or a parametrization would compute others."""
+    gradients = []
+    for save in (True, False):
+        torch.manual_seed(0)
+        layer = MGLUExperts(2, 8, 16, save_activations=save) if experts else MGLU(8, 16, save_activations=save)
+        args = (torch.randn(3, 8), torch.tensor([[0], [1], [1]])) if experts else (torch.randn(3, 8),)
+        if changed == "parametrization":
+            torch.nn.utils.parametrize.register_parametrization(layer, "mask_logits", torch.nn.Dropout(0.5))
+        given = {name: torch.randn_like(of).requires_grad_() for name, of in layer.named_parameters()}
+        torch.func.functional_call(layer, given, args).square().sum().backward()
+        gradients.append([of.grad for of in given.values()])
+    for saved, recomputed in zip(*gradients, strict=True):
+        assert saved is not None
+        torch.testing.assert_close(saved, recomputed)
+
+
+def test_recomputing_refuses_a_weight_that_was_written_to() -> None:
+    layer = MGLU(8, 16, save_activations=False)
+    loss = layer(torch.randn(3, 8)).sum()
+    with torch.no_grad():
+        layer.mask_logits.neg_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 def test_recomputing_without_gradients_runs_only_forward(runs: list[str]) -> None:

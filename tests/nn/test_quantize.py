@@ -60,7 +60,8 @@ def test_results_and_gradients_of_x_agree_with_the_dequantized_weight(weight_for
     x = torch.randn(2, 5, IN, dtype=dtype, requires_grad=True)
     weights = torch.rand(2, 5, 2, dtype=dtype)
     wide = x.detach().double().requires_grad_()
-    y, expected = model.mglu._project(x, weights), exact._project(wide, weights.double())
+    y = model.mglu._project(x, weights, *model.mglu._tensors())
+    expected = exact._project(wide, weights.double(), *exact._tensors())
     assert y.dtype == dtype
     assert_matches(y.detach(), expected.detach(), dtype)
     grad = torch.randn_like(y)
@@ -104,8 +105,8 @@ def test_compiled_and_exported_modules_compute_the_same(weight_format: str) -> N
 def test_activations_are_rounded_where_the_user_chose_it(weight_format: str) -> None:
     model, x = quantize(frozen(top_k=1), weight_format), torch.randn(3, IN)
     weight, weights = model.mglu.weight, torch.rand(3, 2)
-    as_it_is = model.mglu._project(x, weights)
-    rounded = model.mglu._project(round_activation(x), weights)
+    as_it_is = model.mglu._project(x, weights, *model.mglu._tensors())
+    rounded = model.mglu._project(round_activation(x), weights, *model.mglu._tensors())
     assert "activation_format" not in repr(model)
     quantize(model, weight_format, activation_format="fp8_token")
     assert model.mglu.weight is weight, "a quantized weight is not rounded twice"
@@ -113,7 +114,7 @@ def test_activations_are_rounded_where_the_user_chose_it(weight_format: str) -> 
     loaded = stored(weight_format, top_k=1, activation_format="fp8_token")
     loaded.load_state_dict(model.state_dict())
     for one in (model, loaded, copy.deepcopy(model), _saved(model), model.to(torch.float32)):
-        assert torch.equal(one.mglu._project(x, weights), rounded)
+        assert torch.equal(one.mglu._project(x, weights, *one.mglu._tensors()), rounded)
     with torch.no_grad():
         for whole in (
             torch.compile(model, backend="aot_eager", fullgraph=True),
@@ -121,7 +122,7 @@ def test_activations_are_rounded_where_the_user_chose_it(weight_format: str) -> 
         ):
             torch.testing.assert_close(whole(x), model(x))
     quantize(model, weight_format)
-    assert torch.equal(model.mglu._project(x, weights), as_it_is)
+    assert torch.equal(model.mglu._project(x, weights, *model.mglu._tensors()), as_it_is)
 
 
 def test_layers_that_round_activations_do_not_train() -> None:
