@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from .memory import Modes
 from .shapes import holds_experts, is_matrix, repeated, requires_grad, slice_of, tensor_example
 from .symbols import Call, as_call, is_identity_dropout
 from .values import Binary, Bundle, Carrier, Levels, Mask, Scalar, Value, Weighted, slice_key
@@ -67,6 +68,10 @@ class Recogniser:
             return self.key(same)
         if not self.view.is_repeatable(node):
             return ("node", self._interned.setdefault(("leaf", node.name), len(self._interned)))
+        return self._computed(node, self.view.modes(node))
+
+    def _computed(self, node: Node, modes: Modes) -> Hashable:
+        """The key of a node that computes a value under some modes."""
         if (found := slice_of(node)) is not None and found[1] == 0 and requires_grad(found[0]) == requires_grad(node):
             return slice_key(self.key(found[0]), found[2])
         call, example = as_call(node), tensor_example(node)
@@ -74,7 +79,6 @@ class Recogniser:
         identity: Hashable = (node.op, node.target, self.key(node.args), named)
         if call is not None and call.is_whole and example is not None and not example.is_complex():
             identity = (call.symbol, self.key(call.args))
-        modes = self.view.modes(node)
         return self._identity(node, identity, requires_grad(node), modes.blocks, modes.transforms)
 
     def _identity(self, node: Node, *structure: Hashable) -> Hashable:
@@ -151,7 +155,7 @@ class Recogniser:
             value = value if function in (torch.mul, torch.div) else function(value, *args[1:])
             has_gradient = any(map(requires_grad, args)) and self.view.modes(node).grad is not False
             made.meta = {"example_value": value.detach().requires_grad_(has_gradient)}
-            self._keys[made] = self._identity(made, (function, self.key(args)), has_gradient)
+            self._keys[made] = self._computed(made, self.view.modes(node))
             self._imagined[key] = made
         return self._imagined[key]
 

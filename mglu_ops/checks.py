@@ -113,9 +113,12 @@ def check_down(given: DownGiven) -> None:
     check_dense("expert_weights", expert_weights)
     if expert_weights.dtype not in FLOATING:
         raise TypeError(f"expert_weights: got dtype {expert_weights.dtype}, must be {FLOATING_NAMES}")
-    for what, tensor in (("y", y), ("expert_weights", expert_weights)):
-        if not same_sizes(tensor.shape[:2], ids.shape) or (tensor is expert_weights and tensor.dim() != 2):
-            raise ValueError(f"{what}: got shape {list(tensor.shape)}, must begin with expert_ids' {list(ids.shape)}")
+    if not same_sizes(y.shape[:2], ids.shape):
+        raise ValueError(f"y: got shape {list(y.shape)}, must begin with expert_ids' {list(ids.shape)}")
+    if not same_sizes(expert_weights.shape, ids.shape):
+        raise ValueError(
+            f"expert_weights: got shape {list(expert_weights.shape)}, must be expert_ids' {list(ids.shape)}"
+        )
     if expert_weights.device != y.device:
         raise ValueError(f"expert_weights: got device {expert_weights.device}, must be y's device {y.device}")
     with _of_each_expert():

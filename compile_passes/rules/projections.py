@@ -85,6 +85,8 @@ def projection_at(
         dtype = dtype_of(node)
         return None if dtype is None else Projection(x, value, None, dtype, value.transposed == upright)
     weighted = recogniser.as_weighted(weight)
+    if weighted is not None and weighted.factor is not None and recogniser.key(weight) in recogniser.masked_weights:
+        weighted = Weighted(weight, None)  # it is masked again: one mask has pruned the weight
     if is_matrix(weight) and offs is None:
         return project_by(weighted)
     projection = project_by(weighted) if _multiplies_by_experts(node, x, weight, offs, upright=upright) else None

@@ -91,10 +91,13 @@ def _apply_mask(recogniser: Recogniser, node: Node, mask: Binary, argument: Any)
     weighted = _upright(recogniser.as_weighted(argument), argument)
     if weighted is None or not _fits(node, weighted, mask, argument):
         return None
-    found = _by_each_mask(weighted, mask)
-    if found is None and (is_matrix(argument) or holds_experts(argument)):
-        return _by_each_mask(Weighted(argument, None), mask)  # another mask has pruned the weight
-    return found
+    found, pruned = _by_each_mask(weighted, mask), _pruned(argument)
+    return _by_each_mask(pruned, mask) if found is None and pruned is not None else found
+
+
+def _pruned(argument: Any) -> Weighted | None:
+    """A weight that another mask has pruned, as a weight of its own."""
+    return Weighted(argument, None) if is_matrix(argument) or holds_experts(argument) else None
 
 
 def _masked(weighted: Value, mask: Value) -> Weighted | None:
@@ -196,7 +199,9 @@ def chosen_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if zero_if_true == zero_if_false or not isinstance(condition, Binary):
         return None
     weighted = _upright(recogniser.as_weighted(weight), weight)
-    if weighted is None or weighted.factor is not None or not _fits(node, weighted, condition, weight):
+    if weighted is not None and weighted.factor is not None:
+        weighted = _pruned(weight)
+    if weighted is None or not _fits(node, weighted, condition, weight):
         return None
     at_0, at_1 = (float(bool(at) != zero_if_true) for at in condition.at)
     return _by_each_mask(weighted, Binary(condition.mask, at=(at_0, at_1)))

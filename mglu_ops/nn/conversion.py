@@ -83,7 +83,8 @@ def from_swiglu(
     With one mask, `magnitude` is the choice of W and M with the least `|W_g - M * W|^2 + |W_u - (1 - M) * W|^2`.
     Further masks differ from the first where the two magnitudes are close, because equal masks would stay equal in
     training. The result of MGLU is a sum over the masks; without a router, the down projection is therefore divided by
-    `n_masks`. Masks are learned, and their logits are in float32 even if the weights have 16 bits.
+    `n_masks`. Masks are learned, and their logits are in float32 even if the weights have 16 bits. Layers that share
+    their three matrices become one layer in several places.
 
     Args:
         model: a module on one device: a model, a part of one, or a feed-forward layer alone.
@@ -99,8 +100,8 @@ def from_swiglu(
 
     Raises:
         TypeError: `model` is not a module; a projection is not a plain `nn.Linear`, but has an adapter or quantized
-            weights, for example; or a layer with projections of these names computes something else, for example with
-            another activation, a limit, a factor, dropout or a norm.
+            weights, for example; a projection or its layer has a forward hook; or a layer with projections of these
+            names computes something else, for example with another activation, a limit, a factor, dropout or a norm.
         ValueError: there is no layer to convert; a projection has a bias; the model is compiled, on several devices or
             on meta; or another argument is out of range.
     """
@@ -109,7 +110,7 @@ def from_swiglu(
     check_model(model)
     units = gated_units(model, projections)
     check_found(model, units, projections)
-    return replaced(model, {m: feed_forward_of(unit, n_masks, init, top_k) for m, unit in units.items()})
+    return replaced(model, feed_forwards_of(units, n_masks, init, top_k))
 
 
 def check_init(init: object) -> None:
@@ -165,6 +166,7 @@ def gated_units(model: nn.Module, projections: Sequence[str] | None = None) -> d
 def _unit(module: nn.Module, names: Sequence[str], where: str) -> GatedUnit:
     """Return the matrices and the activation of a feed-forward layer. Error messages call the layer `where`."""
     linears = {name: _linear(module._modules[name], f"{where}.{name}") for name in names}
+    _check_hooks(module, where)
     *joined, down = (linear.weight for linear in linears.values())
     gate, up = joined if len(joined) == 2 else joined[0].chunk(2)
     if not gate.shape == up.shape == down.mT.shape:
@@ -188,7 +190,16 @@ def _linear(module: Any, where: str) -> nn.Linear:
         )
     if module.bias is not None:
         raise ValueError(f"{where}: got a bias, must have none; an MGLU layer has no bias")
+    _check_hooks(module, where)
     return module
+
+
+def _check_hooks(module: nn.Module, where: str) -> None:
+    if module._forward_pre_hooks or module._forward_hooks or "forward" in vars(module):
+        raise TypeError(
+            f"{where}: got {type(module).__name__} with a forward hook or a forward of its own, must have none; remove "
+            "it before, since the new layer would not run it"
+        )
 
 
 class _StandIn(nn.Module):
@@ -219,14 +230,16 @@ def _activation(module: nn.Module, linears: dict[str, nn.Linear], where: str) ->
     results = (gate, up, x) if len(linears) == 3 else (torch.cat((gate, up), -1), x)
     stand_ins = {name: _StandIn(linear, y) for (name, linear), y in zip(linears.items(), results, strict=True)}
     others = {name: child for name, child in module._modules.items() if name not in linears}
-    trial = copy.copy(module)
-    trial.__dict__["_modules"] = {**module._modules, **copy.deepcopy(others), **stand_ins}
+    inside = "".join(f", {name} {child}" for name, child in others.items())
+    computed = f"{down_name}(act(gate) * up)"
+    trial = copy.deepcopy(module, {id(linear): stand_ins[name] for name, linear in linears.items()})
     trial.train()  # in training mode, dropout changes the result, so a layer with dropout is refused
     try:
         result = trial.forward(x)
     except Exception as error:
         raise TypeError(
-            f"{where}: got {type(module).__name__}, must take x alone, but raised {type(error).__name__}: {error}"
+            f"{where}: got {type(module).__name__}{inside}, must take x alone and compute {computed}, but raised "
+            f"{type(error).__name__}: {error}"
         ) from error
     *inputs, hidden = (stand_in.x for stand_in in stand_ins.values())
     if all(isinstance(one, Tensor) and torch.equal(one, x) for one in (*inputs, result)):
@@ -234,9 +247,8 @@ def _activation(module: nn.Module, linears: dict[str, nn.Linear], where: str) ->
             return name, False
         if len(linears) == 2 and (name := activation_between(up, gate, hidden)) is not None:
             return name, True
-    inside = "".join(f", {name} {child}" for name, child in others.items())
     raise TypeError(
-        f"{where}: got {type(module).__name__}{inside}, must compute {down_name}(act(gate) * up) with act one of "
+        f"{where}: got {type(module).__name__}{inside}, must compute {computed} with act one of "
         f"{', '.join(ACTIVATIONS)}, without a limit, a factor, dropout, a norm or another order of rows"
     )
 
@@ -262,8 +274,20 @@ def activation_between(gate: Tensor, up: Tensor, hidden: object) -> str | None:
     return None
 
 
-def feed_forward_of(unit: GatedUnit, n_masks: int, init: str, top_k: int | None) -> MGLUFeedForward:
-    """Make the layer that `from_swiglu` puts in place of a gated linear unit."""
+def feed_forwards_of(
+    units: Mapping[nn.Module, GatedUnit], n_masks: int, init: str, top_k: int | None
+) -> dict[nn.Module, nn.Module]:
+    """Make the layers that `from_swiglu` puts in place of gated linear units: one for all with the same matrices."""
+    made, layers = dict[object, nn.Module](), dict[nn.Module, nn.Module]()
+    for module, unit in units.items():
+        key = (*(matrix.data_ptr() for matrix in unit[:3]), unit.activation)
+        if key not in made:
+            made[key] = _feed_forward_of(unit, n_masks, init, top_k)
+        layers[module] = made[key]
+    return layers
+
+
+def _feed_forward_of(unit: GatedUnit, n_masks: int, init: str, top_k: int | None) -> MGLUFeedForward:
     intermediate, hidden = unit.gate.shape
     options: dict[str, Any] = {"n_masks": n_masks, "activation": unit.activation, "top_k": top_k}
     layer = MGLUFeedForward(hidden, intermediate, device="meta", dtype=unit.gate.dtype, **options)

@@ -84,9 +84,7 @@ def from_swiglu(
     if architecture is not None:
         check_feed_forward(model.config)
     units = conversion.gated_units(model, projections)
-    layers: dict[nn.Module, nn.Module] = {
-        module: conversion.feed_forward_of(unit, n_masks, init, mask_top_k) for module, unit in units.items()
-    }
+    layers = conversion.feed_forwards_of(units, n_masks, init, mask_top_k)
     layers |= {module: _experts_of(unit, n_masks, init, mask_top_k) for module, unit in _experts(model)}
     conversion.check_found(model, layers, projections)
     result: Any = conversion.replaced(model, layers)

@@ -173,6 +173,36 @@ def test_a_model_is_copied_with_other_feed_forward_layers(init: str) -> None:
     assert own.isdisjoint(tensor.data_ptr() for tensor in result.state_dict().values()), "a tensor is shared"
 
 
+class Counting(FeedForward):
+    """Counts its calls in training mode, in a buffer and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.seen: list[float] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        self.seen.append(x.abs().max().item())
+        return super().forward(x)
+
+
+def test_converting_leaves_buffers_and_attributes_of_the_model_alone() -> None:
+    layer = Counting()
+    from_swiglu(layer, 1)
+    assert layer.calls == 0
+    assert layer.seen == []
+
+
+def test_layers_that_share_their_matrices_become_one_layer() -> None:
+    first, second = FeedForward(), FeedForward()
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        getattr(second, name).weight = getattr(first, name).weight
+    result = from_swiglu(Model(first, second), 1)
+    assert result.layers[0].mglu.weight is result.layers[1].mglu.weight
+    assert result.layers[0].down_proj.weight is result.layers[1].down_proj.weight
+
+
 def test_a_converted_model_trains_compiles_freezes_quantizes_and_loads() -> None:
     teacher = Model(FeedForward(), Joined())
     result = from_swiglu(teacher, 2)
@@ -298,6 +328,11 @@ def with_other_size(linear: nn.Linear) -> nn.Linear:
     return nn.Linear(linear.in_features, linear.out_features + 1, bias=False)
 
 
+def with_hook(linear: nn.Module) -> nn.Module:
+    linear.register_forward_hook(lambda module, args, result: 2 * result)
+    return linear
+
+
 UP = partial(with_child, "up_proj")
 COMPUTES = "got Changed, norm LayerNorm.*must compute down_proj.act.gate. . up. with act one of silu, gelu"
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
@@ -307,6 +342,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "float8": (lambda: UP(quantized), {}, TypeError, r"got Linear with a weight of Parameter in torch\.float8_e4m3fn"),
     "subclass": (lambda: UP(with_subclass), {}, TypeError, r"got Linear with a weight of OwnTensor in torch\.float32"),
     "shape": (lambda: UP(with_other_size), {}, ValueError, r"got gate_proj \[44, 20\], up_proj \[45, 20\], down_proj"),
+    "hook": (lambda: UP(with_hook), {}, TypeError, r"up_proj: got Linear with a forward hook .*, must have none"),
+    "hook of the layer": (
+        lambda: with_hook(FeedForward()),
+        {},
+        TypeError,
+        "^model: got FeedForward with a forward hook",
+    ),
     "one layer": (lambda: UP(with_bias).layers[1], {}, ValueError, r"^model\.up_proj: got a bias, must have none"),
     "meta": (lambda: UP(on_meta), {}, ValueError, "^model: got parameters on cpu, meta, must be on one device"),
     "nothing": (lambda: Model(nn.Linear(H, H)), {}, ValueError, "^model: got Model, must have a module with linear"),
@@ -325,7 +367,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
         lambda: Changed("two arguments"),
         {},
         TypeError,
-        "must take x alone, but raised RuntimeError: no mask was",
+        r"norm LayerNorm.*must take x alone and compute down_proj.*, but raised RuntimeError: no mask was",
     ),
     "model": (lambda: "llama", {}, TypeError, "^model: got str, must be a torch.nn.Module"),
     "init": (FeedForward, {"init": "best"}, ValueError, "^init: got 'best', must be one of magnitude, average"),

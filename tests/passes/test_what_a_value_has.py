@@ -114,6 +114,11 @@ FUSED = (
     f"w = W * (P > 3); a, b = w * M, w * ~M; {LAYER}; y",
     f"w = torch.where(P > 3, W, 0.0); a, b = w * M, w - w * M; {LAYER}; y",
     f"a, b = W * (L > 0).double() * M, W * (L > 0).double() * ~M; {LAYER}; y",
+    f"w = W * (P > 3); a, b = torch.where(M, w, 0.0), torch.where(M, 0.0, w); {LAYER}; y",
+    f"w = W * (P > 3); a, b = w.masked_fill(~M, 0), w.masked_fill(M, 0); {LAYER}; y",
+    "w = W * (P > 3); g = F.linear(x, w * M); y = F.silu(g) * (F.linear(x, w) - g); y",
+    # The weight `W * s` is computed for one product, and follows from the other.
+    f"s = v[:, None]; a, b = W * M * s, W * s * ~M; {LAYER}; y",
     # `7 % m` raises an error where m is 0, so the pass cannot evaluate it for a mask m.
     f"{MASKED}; {LAYER}; z = 7 % (P != 0).long(); y, z",
 )
