@@ -49,12 +49,13 @@ unit-long: $(VENV)/.ready
 	@echo "The long tests take 20 to 35 minutes on two idle cores."
 	$(PYTEST) -m "long or hypothesis or gpu" --durations=25
 
-# The fusion pass with another version of torch: make test-torch TORCH=2.15.0
+# The tests for every change of what depends most on torch, with another version: make test-torch TORCH=2.15.0
 test-torch:
 	$(PYTHON) -m venv $(OTHER)
 	grep -v '^torch==\|^triton==\|^numpy==\|^setuptools==\|^cuda-\|^nvidia-' constraints.txt > $(OTHER)/constraints.txt
 	$(OTHER)/bin/python -m pip install --quiet --constraint $(OTHER)/constraints.txt torch==$(TORCH) --editable ".[dev]"
-	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal tests/passes tests/packaging/test_export.py
+	$(OTHER)/bin/python -m pytest -n 2 --dist worksteal -m "not long and not gpu" \
+		tests/operators tests/passes tests/nn tests/packaging/test_export.py
 
 # Builds the sdist and the wheel, and runs README's snippets with each, in a fresh environment that borrows torch from
 # .venv.

@@ -123,7 +123,8 @@ def test_rounding_is_the_same_compiled_and_under_transforms(dtype: torch.dtype, 
         return (*(one.view(torch.int32 if one.itemsize == 4 else torch.uint8) for one in quantize_activation(one)),)
 
     compiled = torch.compile(quantize, backend=backend, fullgraph=True, dynamic=True)
-    for function in (compiled, torch.vmap(quantize)):
+    has_rule = torch.__version__ >= "2.12"  # torch 2.11 cannot batch `Tensor.view(dtype)`
+    for function in (compiled, *([torch.vmap(quantize)] if has_rule else [])):
         for found, wanted in zip(function(x), expected, strict=True):
             assert torch.equal(found, wanted)
     with FakeTensorMode():
