@@ -257,13 +257,12 @@ DownCall describe_down(const Tensor& y, const Tensor& weight, const Tensor& expe
     if (!is_floating(expert_weights.dtype))
         refuse(std::string("expert_weights: got dtype ") + name(expert_weights.dtype) +
                ", must be float16, bfloat16, float32 or float64");
-    const auto check_begins = [&](const char* argument, const Tensor& tensor, bool has_rank) {
-        if (!has_rank || !std::equal(tensor.sizes, tensor.sizes + 2, expert_ids.sizes))
-            refuse(std::string(argument) + ": got shape " + tensor.shape() + ", must begin with expert_ids' " +
-                   expert_ids.shape());
+    const auto begins_with_ids = [&](const Tensor& tensor) {
+        return std::equal(tensor.sizes, tensor.sizes + 2, expert_ids.sizes);
     };
-    check_begins("y", y, true);
-    check_begins("expert_weights", expert_weights, expert_weights.dims == 2);
+    if (!begins_with_ids(y)) refuse("y: got shape " + y.shape() + ", must begin with expert_ids' " + expert_ids.shape());
+    if (expert_weights.dims != 2 || !begins_with_ids(expert_weights))
+        refuse("expert_weights: got shape " + expert_weights.shape() + ", must be expert_ids' " + expert_ids.shape());
     check_device("expert_weights", expert_weights, y, "y");
     check_one_expert([&] {
         check_x_and_weight("y", y, select_expert(weight), format);
