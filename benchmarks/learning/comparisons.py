@@ -134,12 +134,13 @@ class Study:
 
 
 def table(asked: pd.DataFrame, columns: Mapping[str, tuple[Study, str]]) -> str:
-    """A table with the difference of each pair of layers in each study and size. Empty columns are left out."""
+    """A table with the difference of each pair of layers in each study and size, without empty columns and rows."""
     pairs = asked.set_index(["layer", "compared with"])
     cells = {
         head: [study.cell(one, other, size) for one, other in pairs.index] for head, (study, size) in columns.items()
     }
-    return grid("layer", pd.DataFrame({head: own for head, own in cells.items() if any(own)}, pairs.index))
+    found = pd.DataFrame({head: own for head, own in cells.items() if any(own)}, pairs.index)
+    return grid("layer", found[(found != "").any(axis="columns")])
 
 
 def findings(results: Path) -> str:

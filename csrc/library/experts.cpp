@@ -260,7 +260,8 @@ DownCall describe_down(const Tensor& y, const Tensor& weight, const Tensor& expe
     const auto begins_with_ids = [&](const Tensor& tensor) {
         return std::equal(tensor.sizes, tensor.sizes + 2, expert_ids.sizes);
     };
-    if (!begins_with_ids(y)) refuse("y: got shape " + y.shape() + ", must begin with expert_ids' " + expert_ids.shape());
+    if (!begins_with_ids(y))
+        refuse("y: got shape " + y.shape() + ", must begin with expert_ids' " + expert_ids.shape());
     if (expert_weights.dims != 2 || !begins_with_ids(expert_weights))
         refuse("expert_weights: got shape " + expert_weights.shape() + ", must be expert_ids' " + expert_ids.shape());
     check_device("expert_weights", expert_weights, y, "y");
