@@ -60,7 +60,8 @@ class MGLU(MaskedLinear):
         save_activations: keep n_masks + 1 tensors of the result's size and dtype (2 n_masks + 1 with a router) for the
             backward pass. If False, only x is kept, and the backward pass computes the forward pass again, which adds
             n_masks + 1 matrix products to the 3 (n_masks + 1) of a training step. The gradients are the same bit for
-            bit. The router is not recomputed. The attribute of this name may be changed at any time.
+            bit. If the weight or the masks were written to meanwhile, autograd raises an error. The router is not
+            recomputed. The attribute of this name may be changed at any time.
         device: device of parameters and buffers; on `meta`, call `to_empty` and `reset_parameters` before use.
         dtype: dtype of a dense weight, mask_logits and router: float16, bfloat16, float32 or float64.
 
