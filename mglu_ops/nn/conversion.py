@@ -232,9 +232,9 @@ def _activation(module: nn.Module, linears: dict[str, nn.Linear], where: str) ->
     others = {name: child for name, child in module._modules.items() if name not in linears}
     inside = "".join(f", {name} {child}" for name, child in others.items())
     computed = f"{down_name}(act(gate) * up)"
-    trial = copy.deepcopy(module, {id(linear): stand_ins[name] for name, linear in linears.items()})
-    trial.train()  # in training mode, dropout changes the result, so a layer with dropout is refused
     try:
+        trial = copy.deepcopy(module, {id(linear): stand_ins[name] for name, linear in linears.items()})
+        trial.train()  # in training mode, dropout changes the result, so a layer with dropout is refused
         result = trial.forward(x)
     except Exception as error:
         raise TypeError(
