@@ -10,7 +10,7 @@ copy, and so which tensors a later write changes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,7 +32,7 @@ from .view import View, overwritten
 
 
 def check_interference(
-    recogniser: Recogniser, root: Node, interior: Sequence[Node], made: Sequence[Node], *, trains: bool
+    recogniser: Recogniser, root: Node, interior: Sequence[Node], made: Sequence[Node], x: Node, *, trains: bool
 ) -> None:
     """Check that the nodes `made` may replace the nodes `interior`, the last of which is `root`.
 
@@ -41,6 +41,7 @@ def check_interference(
         root: the node that holds the layer's result.
         interior: the nodes of the layer, in the order of the graph.
         made: the new nodes.
+        x: the node that the layer multiplies.
         trains: True if gradients of the layer are recorded.
 
     Raises:
@@ -52,7 +53,8 @@ def check_interference(
     _check_modes(recogniser, root, interior, reads)
     _check_reads(recogniser.view, root, interior, reads)
     if trains:
-        _check_backward(recogniser.view, root, interior, reads)
+        is_trained = any(requires_grad(item) for item in reads if item is not x)
+        _check_backward(recogniser.view, root, interior, reads, unread=None if is_trained else x)
 
 
 def _check_users(recogniser: Recogniser, root: Node, interior: Sequence[Node]) -> None:
@@ -103,18 +105,25 @@ def _check_reads(view: View, root: Node, interior: Sequence[Node], reads: Collec
             raise Refusal(f"`{line(writer)}` writes in place to `{view.holders[node].name}`, which the layer reads")
 
 
-def _check_backward(view: View, root: Node, interior: Sequence[Node], reads: Collection[Node]) -> None:
+def _check_backward(
+    view: View, root: Node, interior: Sequence[Node], reads: Collection[Node], unread: Node | None
+) -> None:
     """Refuse a layer if a later node writes to a tensor that the backward pass reads, of the operator or of the layer.
 
     A call with unknown effects counts as a write. So does a gradient hook, because with the operator the hook would see
-    another gradient. Writes to the root's memory do not count: backward does not read the operator's result.
+    another gradient. Writes to the root's memory do not count: backward does not read the operator's result. Nor does
+    it read `unread`: x, if no weight and no mask has a gradient.
     """
-    inside = view.originals(interior)
+    inside, storages = view.originals(interior), view.memory.storages
     inputs = {item for node in interior for item in node.all_input_nodes}
+    of_unread = frozenset[Hashable]() if unread is None else storages[view.holders[unread]]
+    of_unread = of_unread.difference(*(storages[view.holders[node]] for node in reads if node is not unread))
     for node in dict.fromkeys((*reads, *interior, *inputs)):
+        is_unread = storages[view.holders[node]] <= of_unread
         for writer in view.later_writers(node, besides=root):
-            if writer not in inside:
-                problem = "writes in place to" if view.memory.effects[writer].is_known else "may change or watch"
+            is_known = view.memory.effects[writer].is_known
+            if writer not in inside and not (is_unread and is_known):
+                problem = "writes in place to" if is_known else "may change or watch"
                 what = "the graph around this one" if writer.op == "output" else f"`{line(writer)}`"
                 raise Refusal(f"{what} {problem} `{view.holders[node].name}`, which backward needs")
     if view.memory.is_differentiated_around:

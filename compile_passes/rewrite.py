@@ -70,7 +70,8 @@ def _replacement(recogniser: Recogniser, layer: Layer) -> Replacement:
                 result = graph.call_function(operator.add, addends)
             result = with_strides_of(recogniser.view, root, _nodes_between(before, root))
         nodes = tuple(_nodes_between(before, root))
-        check_interference(recogniser, root, layer.interior, nodes, trains=requires_grad(root))
+        x = layer.site.terms[0].gate.x
+        check_interference(recogniser, root, layer.interior, nodes, x, trains=requires_grad(root))
     except BaseException:
         for node in reversed(_nodes_between(before, root)):
             graph.erase_node(node)

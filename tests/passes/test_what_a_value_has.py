@@ -119,6 +119,9 @@ FUSED = (
     "w = W * (P > 3); g = F.linear(x, w * M); y = F.silu(g) * (F.linear(x, w) - g); y",
     # The weight `W * s` is computed for one product, and follows from the other.
     f"s = v[:, None]; a, b = W * M * s, W * s * ~M; {LAYER}; y",
+    # Backward does not read x if neither the weight nor the masks have a gradient.
+    "h, w = x * 1, W.detach(); h += F.silu(F.linear(h, w * M)) * F.linear(h, w * ~M); h",
+    f"h, w = x * 1, W.detach(); a, b = w * M, w * ~M; {LAYER.replace('(x,', '(h.view(8, 8),')}; h.mul_(2); y, h",
     # `7 % m` raises an error where m is 0, so the pass cannot evaluate it for a mask m.
     f"{MASKED}; {LAYER}; z = 7 % (P != 0).long(); y, z",
 )
