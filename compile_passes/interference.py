@@ -117,6 +117,7 @@ def _check_backward(
     inside, storages = view.originals(interior), view.memory.storages
     inputs = {item for node in interior for item in node.all_input_nodes}
     of_unread = frozenset[Hashable]() if unread is None else storages[view.holders[unread]]
+    # Memory that x shares with another tensor is read.
     of_unread = of_unread.difference(*(storages[view.holders[node]] for node in reads if node is not unread))
     for node in dict.fromkeys((*reads, *interior, *inputs)):
         is_unread = storages[view.holders[node]] <= of_unread

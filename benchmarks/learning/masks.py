@@ -80,7 +80,7 @@ class ContinuousMGLU(MGLU):
         self.tau.fill_(tau)
         self.is_continuous = tau > 0
 
-    def _project(  # type: ignore[override] # the other tensors are those of packed masks
+    def _project(  # type: ignore[override] # the others, packed masks and scales, are None
         self, x: Tensor, mask_weights: Tensor | None, weight: Tensor, mask_logits: Tensor, *others: None
     ) -> Tensor:
         if not self.is_continuous:

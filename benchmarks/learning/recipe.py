@@ -62,7 +62,7 @@ class Recipe:
         lr: the largest learning rate of the weights.
         last_rate: the learning rates at the end, as a fraction of the largest.
         average: the fraction of the steps over which parameters are averaged exponentially: the weight of a step falls
-            by the factor e in so many steps. Held-out text is read with the average. 0 for the last parameters.
+            by the factor e in this many steps. Held-out text is read with the average. 0 for the last parameters.
         mask_lr: the learning rate of mask logits, as a fraction of `lr`.
         mask_stop: the fraction of the steps after which the masks are frozen.
         logits_std: the standard deviation of the initial logits.

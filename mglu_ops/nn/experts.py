@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -164,10 +163,11 @@ class MGLUExperts(_Experts, MGLU):
             given = (rows, weight, packed_masks, ids, self.activation, weights)
             y = ops.experts_forward(*given, scale, self.weight_format, self.activation_format)
         else:
-            recomputes = not self.save_activations and torch.is_grad_enabled()  # as in MGLU
-            recomputed = partial(checkpoint, self._sorted, use_reentrant=False, preserve_rng_state=False)
-            run = recomputed if recomputes else self._sorted
-            y = run(rows, weights, ids, weight, mask_logits, packed_masks, scale)
+            tensors = (rows, weights, ids, weight, mask_logits, packed_masks, scale)
+            if self.save_activations or not torch.is_grad_enabled():
+                y = self._sorted(*tensors)
+            else:  # as in MGLU
+                y = checkpoint(self._sorted, *tensors, use_reentrant=False, preserve_rng_state=False)
         return y.view(*expert_ids.shape, y.shape[-1])
 
     def _sorted(
