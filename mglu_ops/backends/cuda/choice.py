@@ -60,8 +60,9 @@ def without_tables(call: Call, gpu: Gpu) -> LaunchConfig:
 
 def choose_experts(call: Call, gpu: Gpu) -> experts.ExpertLaunch:
     """Choose the launch of a call of experts by the number of rows that each expert gets if routing is balanced."""
-    tiles = tile_experts.choose(call, gpu) if call.balanced_rows >= tile_experts.least_rows(call.one) else None
-    return tiles or experts.choose(call, gpu)
+    few = experts.choose(call, gpu)
+    tiles = tile_experts.choose(call, gpu) if call.balanced_rows >= tile_experts.least_rows(call.one, few) else None
+    return tiles or few
 
 
 def _slow_reason(call: Call) -> str | None:

@@ -225,23 +225,24 @@ def in_several_waves(call: Call, rows: int) -> list[DecodeMma]:
     """Return launches, the best first, for SMs that run many blocks in turn, each for about `rows` tokens.
 
     The caller uses the first launch whose blocks fit into shared memory. Several small blocks on an SM hide each
-    other's start and end. But every block reads its x, so many tokens need larger blocks (csrc/cuda/decode_mma.md,
-    "Experts").
+    other's start and end. But every block reads its x. So with many tokens, or where x leaves no room for two blocks,
+    an SM has one block of 16 warps (csrc/cuda/decode_mma.md, "Experts").
     """
-    n_masks, in_16_bits = call.n_masks, call.weight.bits == 16
-    if n_masks > (4 if call.tokens > 8 or _scales_columns(call) else 8):  # too few registers for two blocks
+    n_masks, in_16_bits, few_rows = call.n_masks, call.weight.bits == 16, [(2, 4, 2), (3, 4, 1)]
+    if n_masks > (4 if call.tokens > 8 or _scales_columns(call) else 8):  # too few registers for 16 warps
         shapes = [(2, 4, 1)]
-    elif rows > 4:
-        shapes = [(3, 4, 1)] if in_16_bits else [(4, 2, 1)]
-        if not _scales_columns(call) or n_masks <= 2:  # an SM has enough registers for two blocks
-            small = [(2, 4, 2)] if call.tokens <= 8 else []
-            shapes = [*small, *shapes] if in_16_bits else [(4, 2, 2), *small, *shapes]
+    elif rows == 1:
+        most_blocks = (2, 4, 3) if n_masks <= 2 and _scales_rows(call) else (1, 4, 4)
+        shapes = [most_blocks, *([(1, 4, 3)] if in_16_bits else []), *few_rows]
+    elif _scales_columns(call) and n_masks > 2:  # for more rows, too few registers for 16 warps
+        shapes = [(4, 2, 1)] if rows > 4 else few_rows
+    elif call.tokens > 8:
+        shapes = [(8, 2, 1)]
+    elif in_16_bits:
+        shapes = [(2, 4, 2), (8, 2, 1)] if rows > 4 else few_rows
     else:
-        shapes = [(2, 4, 2), (3, 4, 1)]
-        if rows == 1 and in_16_bits:
-            shapes = [(1, 4, 4), (1, 4, 3), *shapes]
-        elif rows == 1:
-            shapes = [(2, 4, 3) if n_masks <= 2 and _scales_rows(call) else (1, 4, 4), *shapes]
+        two_blocks = [(4, 2, 2), (3, 2, 2)] if n_masks <= 2 else [(3, 2, 2)]
+        shapes = [*two_blocks, *([(2, 4, 2)] if rows <= 4 else []), (8, 2, 1)]
     return [_of_shape(call, *shape) for shape in shapes]
 
 

@@ -15,6 +15,7 @@ from ..launch import Plan, Step
 from ..tensor_map import Matrix
 from . import group_tokens, permute_x, quantize_x, tile_wgmma
 from .base import integers, mask_alignment
+from .decode_mma import DecodeMma
 from .experts import ExpertLaunch
 from .tile_wgmma import TileWgmma
 from .tile_wgmma_choice import fp8_launches, launches
@@ -156,12 +157,18 @@ def unstacked(call: Call) -> Iterator[str]:
         yield f"{rows} rows of W, more than the kernel's indices hold"
 
 
-def least_rows(layer: Call) -> int:
-    """The least rows per expert for which the kernel is faster than `decode_mma` (measured; csrc/cuda/tile_wgmma.md).
+def least_rows(layer: Call, few: ExpertLaunch) -> int:
+    """The least rows per expert for which the kernel is faster than `few`, the launch for few rows per expert.
 
-    It is larger if TMA cannot load the masks. In the batch-invariant mode the kernel takes any number of rows.
+    Measured (csrc/cuda/tile_wgmma.md): `decode_mma` loses its lead at 8 rows where x leaves an SM no room for two of
+    its blocks. It keeps its lead longest if TMA cannot load the masks. In the batch-invariant mode the tiles take any
+    number of rows.
     """
-    return 1 if layer.batch_invariant else 12 if mask_alignment(layer) == 16 else 24
+    if layer.batch_invariant:
+        return 1
+    if mask_alignment(layer) < 16:
+        return 24
+    return 12 if isinstance(few.config, DecodeMma) and few.config.blocks_per_sm > 1 else 8
 
 
 def choose(call: Call, gpu: Gpu) -> TileItems | None:
