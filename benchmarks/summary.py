@@ -163,7 +163,7 @@ def jobs(results: Path) -> str:
             [
                 "[Serve a mixture of experts](mglu_ops/experts.md), 1, 32 and 256 tokens",
                 "`MGLUExpertsFeedForward`, 1 mask, leveled",
-                f"{experts} (experts of Qwen3-30B-A3B, H100)",
+                f"{experts} (experts of Qwen3-30B-A3B, H200)",
                 f"loss {mixture} (8 experts, 25M active weights)",
             ],
             [
