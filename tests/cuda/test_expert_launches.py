@@ -354,6 +354,10 @@ def test_which_kernel_runs_experts() -> None:
     assert [kernel(expert_call(1, tokens)) for tokens in (1, 128, 192, 4096)] == ["decode_mma"] * 2 + ["tile_wgmma"] * 2
     assert [kernel(expert_call(1, tokens, GPT_OSS)) for tokens in (128, 192)] == ["decode_mma", "tile_wgmma"]
     assert kernel(expert_call(4, 128, GPT_OSS)) == "tile_wgmma"
+    # 8 rows an expert: two blocks fit on an SM, one block of several waves, and one block of a single wave.
+    small = 8, 768, 2048, 2
+    eight = [kernel(expert_call(1, *case)) for case in ((128, QWEN), (32, MIXTRAL), (32, small))]
+    assert eight == ["decode_mma", "tile_wgmma", "decode_mma"]
     assert kernel(expert_call(1, 1), batch_invariant=True) == "tile_wgmma"
     call = expert_call(1, 4096)
     assert (

@@ -61,7 +61,8 @@ def without_tables(call: Call, gpu: Gpu) -> LaunchConfig:
 def choose_experts(call: Call, gpu: Gpu) -> experts.ExpertLaunch:
     """Choose the launch of a call of experts by the number of rows that each expert gets if routing is balanced."""
     few = experts.choose(call, gpu)
-    tiles = tile_experts.choose(call, gpu) if call.balanced_rows >= tile_experts.least_rows(call.one, few) else None
+    has_many = call.balanced_rows >= tile_experts.least_rows(call, few, gpu)
+    tiles = tile_experts.choose(call, gpu) if has_many else None
     return tiles or few
 
 

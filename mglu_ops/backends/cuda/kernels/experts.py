@@ -135,10 +135,7 @@ def _decode(call: Call, gpu: Gpu) -> ExpertLaunch | None:
     rows = 8
     if not layer.batch_invariant:
         rows = 16 if layer.tokens > 8 else min(8, 1 << (call.rows_of_x - 1).bit_length())
-    item = replace(layer, leading=(rows,))
-    tiles = ceil_div(
-        ceil_div(layer.out_features, decode_mma.ROWS) * min(call.tokens, call.routed.experts), gpu.multiprocessors
-    )
+    item, tiles = replace(layer, leading=(rows,)), tiles_of_sm(call, gpu)
     if tiles <= MOST_TILES_OF_ONE_WAVE and not layer.batch_invariant:
         preferred = [decode_mma.in_one_wave(item, tiles)]
     else:
@@ -148,6 +145,12 @@ def _decode(call: Call, gpu: Gpu) -> ExpertLaunch | None:
         if fitted is not None and fitted.blocks_per_sm == config.blocks_per_sm:
             break
     return None if fitted is None else ExpertLaunch(fitted, not _finds_items(call))
+
+
+def tiles_of_sm(call: Call, gpu: Gpu) -> int:
+    """The tiles of 16 rows of W that an SM computes, of all experts that can have rows."""
+    tiles = ceil_div(call.out_features, decode_mma.ROWS) * min(call.tokens, call.routed.experts)
+    return ceil_div(tiles, gpu.multiprocessors)
 
 
 def _fit(config: DecodeMma, item: Call, gpu: Gpu) -> DecodeItems | None:

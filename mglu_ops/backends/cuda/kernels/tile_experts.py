@@ -16,7 +16,7 @@ from ..tensor_map import Matrix
 from . import group_tokens, permute_x, quantize_x, tile_wgmma
 from .base import integers, mask_alignment
 from .decode_mma import DecodeMma
-from .experts import ExpertLaunch
+from .experts import MOST_TILES_OF_ONE_WAVE, ExpertLaunch, tiles_of_sm
 from .tile_wgmma import TileWgmma
 from .tile_wgmma_choice import fp8_launches, launches
 from .tile_wgmma_costs import costs_of
@@ -157,18 +157,19 @@ def unstacked(call: Call) -> Iterator[str]:
         yield f"{rows} rows of W, more than the kernel's indices hold"
 
 
-def least_rows(layer: Call, few: ExpertLaunch) -> int:
+def least_rows(call: Call, few: ExpertLaunch, gpu: Gpu) -> int:
     """The least rows per expert for which the kernel is faster than `few`, the launch for few rows per expert.
 
-    Measured (csrc/cuda/tile_wgmma.md): `decode_mma` loses its lead at 8 rows where x leaves an SM no room for two of
-    its blocks. It keeps its lead longest if TMA cannot load the masks. In the batch-invariant mode the tiles take any
-    number of rows.
+    Measured (csrc/cuda/tile_wgmma.md): `decode_mma` loses its lead at 8 rows where its blocks take several waves, and x
+    leaves an SM no room for two of them. It keeps its lead longest if TMA cannot load the masks. In the batch-invariant
+    mode the tiles take any number of rows.
     """
-    if layer.batch_invariant:
+    if call.batch_invariant:
         return 1
-    if mask_alignment(layer) < 16:
+    if mask_alignment(call.one) < 16:
         return 24
-    return 12 if isinstance(few.config, DecodeMma) and few.config.blocks_per_sm > 1 else 8
+    is_alone = isinstance(few.config, DecodeMma) and few.config.blocks_per_sm == 1
+    return 8 if is_alone and tiles_of_sm(call, gpu) > MOST_TILES_OF_ONE_WAVE else 12
 
 
 def choose(call: Call, gpu: Gpu) -> TileItems | None:
