@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 from itertools import product
 from typing import NamedTuple
@@ -12,11 +11,11 @@ from torch import Tensor
 
 from benchmarks.baselines import quantized_swiglu_variants
 from benchmarks.decode import SHAPES
-from benchmarks.layers import Layers
+from benchmarks.layers import Layers, with_rounded_x
 from benchmarks.records import Result, Row
 from benchmarks.timing import PROTOCOL, ROUNDS, SETTLE_SECONDS, Variant, measure
 from mglu_ops import dispatch
-from mglu_ops.formats import quantize_activation, round_activation
+from mglu_ops.formats import quantize_activation
 
 MANY_TOKENS = 256
 """From this number of tokens on, variants run under sustained load."""
@@ -42,11 +41,9 @@ def bench(problem: Problem, rounds: int = ROUNDS) -> list[Row]:
     torch._dynamo.reset()
     (d, h), tokens, n_masks, name = problem
     layers = Layers(d, h, n_masks, tokens, torch.bfloat16, weight_format=name)
-    rounded = copy.copy(layers)
-    rounded.x, rounded._known = round_activation(layers.x), {}
     variants = [
         Variant(f"mglu, {form}", partial(_run, layers, form), layers.count, oracle)
-        for form, oracle in (("fp8_token", rounded.oracle), ("dense", layers.oracle))
+        for form, oracle in (("fp8_token", with_rounded_x(layers).oracle), ("dense", layers.oracle))
     ]
     if name == "fp8_row":
         variants += [_gemm(layers, fast) for fast in (False, True)]

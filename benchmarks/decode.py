@@ -38,12 +38,12 @@ from benchmarks.ceiling import (
     gemm,
     reader,
 )
-from benchmarks.layers import MODELS, ROUTINGS, ExpertLayers, Layers, Model
+from benchmarks.layers import MODELS, ROUTINGS, ExpertLayers, Layers, Model, with_rounded_x
 from benchmarks.records import Result, Row, parser_of
 from benchmarks.timing import PROTOCOL, ROUNDS, SETTLE_SECONDS, SETTLED_PROTOCOL, Timing, Variant, first_call, measure
 from benchmarks.vllm_kernels import VLLM
 from mglu_ops import dispatch
-from mglu_ops.formats import FORMATS
+from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS
 
 SHAPES = ((14336, 4096), (8192, 2048))
 SMALL = Model(16, 512, 1024, 2)
@@ -170,13 +170,13 @@ def dense_plan(problem: Problem) -> Plan:
     return Plan(ours, theirs, tokens, alone=gemms, refused=refused)
 
 
-def our_expert_variant(layers: ExpertLayers, n_masks: int) -> Variant:
-    """Our operators on layers of experts."""
+def our_expert_variant(layers: ExpertLayers, n_masks: int, activation_format: str = "dense") -> Variant:
+    """Our operators on layers of experts. `activation_format` is the format to which the first half rounds x."""
 
     def run(i: int) -> Tensor:
         stored, down = (layers.scales[i], layers.format.name), layers.down[i]
         operands = layers.x, layers.weights[i], layers.packed[n_masks][i], layers.ids[i]
-        y: Tensor = torch.ops.mglu.experts_forward(*operands, "silu", None, *stored)
+        y: Tensor = torch.ops.mglu.experts_forward(*operands, "silu", None, *stored, activation_format)
         if down is None:
             return y.flatten(0, 1)
         stored = layers.down_scales[i], layers.format.name
@@ -184,7 +184,15 @@ def our_expert_variant(layers: ExpertLayers, n_masks: int) -> Variant:
         return result
 
     in_use = round(sum(layers.used) / layers.count, 1)
-    return Variant("mglu", run, layers.count, partial(layers.oracle, n_masks=n_masks), {"experts_in_use": in_use})
+    name, known = ("mglu", layers) if activation_format == "dense" else ("mglu, x in fp8", with_rounded_x(layers))
+    return Variant(name, run, layers.count, partial(known.oracle, n_masks=n_masks), {"experts_in_use": in_use})
+
+
+def our_expert_variants(layers: ExpertLayers, n_masks: int) -> Iterator[Variant]:
+    """Our operators for each format to which they round x, where the weights' format allows it."""
+    for activation_format, weight_formats in ACTIVATION_FORMATS.items():
+        if layers.format.name in weight_formats:
+            yield our_expert_variant(layers, n_masks, activation_format)
 
 
 def expert_reader(layers: ExpertLayers, n_masks: int) -> Variant:
@@ -204,7 +212,7 @@ def expert_plan(problem: Problem) -> Plan:
     assert problem.routing is not None
     options = problem.routing, problem.weight_format, problem.masks, problem.whole, problem.dtype
     layers = ExpertLayers(problem.model, problem.tokens, *options)
-    ours = {n: [expert_reader(layers, n), our_expert_variant(layers, n)] for n in problem.masks}
+    ours = {n: [expert_reader(layers, n), *our_expert_variants(layers, n)] for n in problem.masks}
     swiglu = expert_swiglu_variants(layers) if "swiglu" in problem.baselines else ()
     of_vllm = vllm_variants(layers) if "vllm" in problem.baselines else ()
     theirs, refused = those_that_run(chain(swiglu, of_vllm))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mglu_ops.formats import FORMATS
+from mglu_ops.formats import FORMATS, round_activation
 from mglu_ops.given import Given
 from mglu_ops.timer import layers_for
 
@@ -283,3 +284,13 @@ class ExpertLayers:
         if self.whole:
             return self.oracle(i, 0, not self.format.is_dense)
         return self.first_half(i, 0, not self.format.is_dense)[self.ids[i].flatten().argsort(stable=True)]
+
+
+AnyLayers = TypeVar("AnyLayers", Layers, ExpertLayers)
+
+
+def with_rounded_x(layers: AnyLayers) -> AnyLayers:
+    """The same layers, whose x is rounded to the activation format "fp8_token"."""
+    rounded = copy.copy(layers)
+    rounded.x, rounded._known = round_activation(layers.x), {}
+    return rounded

@@ -85,7 +85,10 @@ def test_operators_and_forms_of_swiglu_compute_their_layers(monkeypatch: Any, we
         layers = small(tokens, weight_format=weight_format, whole=whole)
         found = [one for one in expert_swiglu_variants(layers) if "Triton" not in one.name]
         assert len(found) == (0 if weight_format == "int4_group" else 1 + (tokens <= 8))
-        check([*found, *(decode.our_expert_variant(layers, n_masks) for n_masks in (1, 2))])
+        ours = [one for n_masks in (1, 2) for one in decode.our_expert_variants(layers, n_masks)]
+        names = ["mglu", "mglu, x in fp8"] if weight_format == "fp8_row" else ["mglu"]
+        assert [one.name for one in ours] == 2 * names
+        check([*found, *ours])
     baselines._compiled.cache_clear()
 
 
@@ -180,6 +183,7 @@ def test_tables_show_the_fastest_form_and_losses(tmp_path: Path) -> None:
         return [
             row("mglu", 10.0, 1, fraction_of_ceiling=0.8, extra=ours, **case),
             row("mglu", 20.0, 4, fraction_of_ceiling=0.5, extra=ours, **case),
+            row("mglu, x in fp8", 12.0, 4, fraction_of_ceiling=1.0, extra=ours, **case),
             row("SwiGLU bmm, coordinate descent", 15.0, 0, fraction_of_ceiling=NAN, extra=extra, **case),
             row("SwiGLU vLLM fused_experts", 16.0, 0, fraction_of_ceiling=NAN, extra=extra, **case),
             row("SwiGLU refused", NAN, 0, fraction_of_ceiling=NAN, extra={"left_out": "refused"}, **case),
@@ -189,10 +193,11 @@ def test_tables_show_the_fastest_form_and_losses(tmp_path: Path) -> None:
         write(rows, tmp_path, name, "by the clock")
         return pages.TABLES[name](tmp_path).splitlines()[2:]
 
+    times = "10.0, 1.25x, 1.50x | 20.0, 2.00x, **0.75x, slower** | 12.0, 1.00x, 1.25x"
     assert lines("experts", [*rows_of(1), *rows_of(8)]) == [
-        "| tokens, Qwen3-30B-A3B, skewed | experts in use | fastest SwiGLU | n_m = 1 | n_m = 4 |",
-        "| --- | --- | --- | --- | --- |",
-        *(f"| {tokens} | 8 | bmm: 15.0 | 10.0, 1.25x, 1.50x | 20.0, 2.00x, **0.75x, slower** |" for tokens in (1, 8)),
+        "| tokens, Qwen3-30B-A3B, skewed | experts in use | fastest SwiGLU | n_m = 1 | n_m = 4 | n_m = 4, x in fp8 |",
+        "| --- | --- | --- | --- | --- | --- |",
+        *(f"| {tokens} | 8 | bmm: 15.0 | {times} |" for tokens in (1, 8)),
     ]
     (line,) = lines("experts_layer", rows_of(1, launches=2))[2:]
     assert "15.0, 2 launches | 10.0, 2 launches, 1.25x, 1.50x |" in line
