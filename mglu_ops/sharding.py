@@ -29,37 +29,122 @@ operator's results, so a program without DTensors does not import `torch.distrib
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import local_map, register_sharding
 
 from .formats import FORMATS
-from .given import Given
+from .given import OPERATORS, Given
+from .registering import names_of
 
 Option = tuple[list[Placement], list[Placement]]
 """A sharding of an operator: the placements of its results and of its tensor arguments."""
 
-_mglu = torch.ops.mglu
 _replicate, _partial = Replicate(), Partial()
+_WEIGHTS = ("weight", "packed_masks", "weight_scale", "mask_logits")
+_ROWS_OF_TOKENS = ("x", "y", "mask_weights", "expert_ids", "expert_weights", "result", "grad_output", "partials")
 
 
-def _behind_masks(placement: Placement) -> Placement:
-    """Convert a placement of a weight to a placement of its mask logits, which have a dimension of masks in front."""
-    return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
+class Sharding(NamedTuple):
+    """A row of the tables above. Tensors that are not listed are replicated.
+
+    Attributes:
+        placements: of the arguments, and of `result` and `partials`.
+        gradients: the placements of the gradients of the arguments. `_partial`: each rank has one term.
+    """
+
+    placements: Mapping[str, Placement]
+    gradients: Mapping[str, Placement]
 
 
-def _placements(x: Any) -> Iterator[tuple[Placement, Placement, Placement]]:
-    """Yield the placements of x, of the rows of the weight, and of the result, for each sharding of a layer."""
-    last = x.ndim - 1
-    yield _replicate, _replicate, _replicate
-    yield _replicate, Shard(0), Shard(last)
-    for dim in range(last):
-        yield Shard(dim), _replicate, Shard(dim)
+_REPLICATED = Sharding({}, {})
+_ROWS_OF_DOWN = {"y": Shard(2), "weight": Shard(2)}
+_ROW_PARALLEL = Sharding({**_ROWS_OF_DOWN, "result": _partial}, {**_ROWS_OF_DOWN, "expert_weights": _partial})
+
+
+def _column_parallel(rows: int, last: int) -> Sharding:
+    """Shard out_features, which are dimension `rows` of the weight and dimension `last` of the result."""
+    weights = dict.fromkeys(_WEIGHTS, Shard(rows)) | {"mask_logits": Shard(rows + 1)}
+    results = {"result": Shard(last), "grad_output": Shard(last), "partials": Shard(last + 1)}
+    return Sharding(
+        {**weights, **results}, {**weights, **dict.fromkeys(("x", "y", "mask_weights", "expert_weights"), _partial)}
+    )
+
+
+def _token_parallel(dim: int) -> Sharding:
+    """Shard a dimension of tokens."""
+    tokens = dict.fromkeys(_ROWS_OF_TOKENS, Shard(dim))
+    return Sharding(tokens, {**tokens, **dict.fromkeys(_WEIGHTS, _partial)})
+
+
+def _shardings(given: Mapping[str, Any]) -> Iterator[Sharding]:
+    """Yield the shardings of an operator with these arguments."""
+    yield _REPLICATED
+    if "offs" in given:
+        yield _column_parallel(1, 1)
+    elif "expert_ids" in given:
+        yield _column_parallel(1, 1 if "y" in given else 2)
+        yield _token_parallel(0)
+        # Columns of a stored weight may share scales or bytes, so they are not divided.
+        if "y" in given and given.get("weight_scale") is None:
+            yield _ROW_PARALLEL
+    else:
+        last = given["x"].ndim - 1
+        yield _column_parallel(0, last)
+        yield from map(_token_parallel, range(last))
+
+
+_RESULTS = {"ste": ("result", "packed_masks"), "train": ("result", "partials")}
+"""The results of an operator, by its kind in `OPERATORS`. Operators of other kinds return `result` or gradients."""
+
+
+def _options(op: Any, kind: str, *args: Any, **kwargs: Any) -> list[Option]:
+    """Return the shardings of a call in the form of `register_sharding`."""
+    names = names_of(op)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    _check_blocks(given["weight"], given.get("weight_format", "dense"))
+    tensors = [name for name in names if isinstance(given.get(name), DTensorSpec)]
+    options = []
+    for placements, gradients in _shardings(given):
+        results = [placements.get(name, _replicate) for name in _RESULTS.get(kind, ("result",))]
+        if "needs" in given:
+            results = [
+                # A gradient that is not needed is an empty tensor on every rank.
+                gradients.get(name, _replicate) if is_needed else _replicate
+                for name, is_needed in _gradients_of(given).items()
+            ]
+        options.append((results, [placements.get(name, _replicate) for name in tensors]))
+    return options
+
+
+def _gradients_of(given: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the arguments whose gradients an operator returns, in order, and whether each gradient is needed."""
+    if "y" in given:
+        return dict(zip(("y", "weight", "expert_weights"), given["needs"], strict=True))
+    dtypes = given["logits_dtype"], given["mask_weights_dtype"]
+    needs = *given["needs"], *(dtype is not None for dtype in dtypes)
+    return dict(zip(("x", "weight", "mask_logits", "mask_weights"), needs, strict=True))
+
+
+def _check_blocks(weight: Any, weight_format: str) -> None:
+    """Check that no two shards of a weight have rows that share a scale."""
+    dim_of_rows = weight.ndim - 2
+    shards = math.prod(
+        weight.mesh.size(dim) for dim, placement in enumerate(weight.placements) if placement == Shard(dim_of_rows)
+    )
+    rows, found = FORMATS[weight_format].rows, weight.shape[dim_of_rows]
+    if shards > 1 and rows > 1 and found % (rows * shards):
+        raise ValueError(
+            f"weight: got {found} rows of {weight_format} in {shards} shards, must be a multiple of {rows} "
+            "rows in each shard, which share their scales"
+        )
 
 
 def _pack(masks: Any) -> list[Option]:
@@ -75,223 +160,6 @@ def _unpack_masks(packed_masks: Any, in_features: int) -> list[Option]:
     return [([_replicate], [_replicate]), ([Shard(1)], [Shard(0)])]
 
 
-def _forward(
-    x: Any,
-    weight: Any,
-    packed_masks: Any,
-    activation: Any = None,
-    mask_weights: Any = None,
-    weight_scale: Any = None,
-    weight_format: str = "dense",
-    activation_format: str = "dense",
-) -> list[Option]:
-    _check_blocks(weight, weight_format, 0)
-    return [
-        (
-            [y_placement],
-            [
-                x_placement,
-                rows_placement,
-                rows_placement,
-                *_if_given(mask_weights, x_placement),
-                *_if_given(weight_scale, rows_placement),
-            ],
-        )
-        for x_placement, rows_placement, y_placement in _placements(x)
-    ]
-
-
-def _check_blocks(weight: Any, weight_format: str, dim_of_rows: int) -> None:
-    """Check that no two shards of a weight have rows that share a scale."""
-    shards = math.prod(
-        weight.mesh.size(dim) for dim, placement in enumerate(weight.placements) if placement == Shard(dim_of_rows)
-    )
-    rows, found = FORMATS[weight_format].rows, weight.shape[dim_of_rows]
-    if shards > 1 and rows > 1 and found % (rows * shards):
-        raise ValueError(
-            f"weight: got {found} rows of {weight_format} in {shards} shards, must be a multiple of {rows} "
-            "rows in each shard, which share their scales"
-        )
-
-
-def _forward_ste(
-    x: Any, weight: Any, mask_logits: Any, activation: Any = None, mask_weights: Any = None
-) -> list[Option]:
-    return [
-        (
-            [y_placement, rows_placement],
-            [x_placement, rows_placement, _behind_masks(rows_placement), *_if_given(mask_weights, x_placement)],
-        )
-        for x_placement, rows_placement, y_placement in _placements(x)
-    ]
-
-
-def _forward_train(
-    x: Any, weight: Any, packed_masks: Any, activation: Any = None, mask_weights: Any = None
-) -> list[Option]:
-    return [
-        (
-            [y_placement, _partials_placement(y_placement, x)],
-            [x_placement, rows_placement, rows_placement, *_if_given(mask_weights, x_placement)],
-        )
-        for x_placement, rows_placement, y_placement in _placements(x)
-    ]
-
-
-def _partials_placement(y_placement: Placement, x: Any) -> Placement:
-    """Return the placement of the partials. They have one more dimension than the result, before the last."""
-    is_column_parallel = isinstance(y_placement, Shard) and y_placement.dim == x.ndim - 1
-    return Shard(x.ndim) if is_column_parallel else y_placement
-
-
-def _backward(
-    grad_output: Any,
-    x: Any,
-    weight: Any,
-    packed_masks: Any,
-    partials: Any,
-    needs: Sequence[bool],
-    logits_dtype: Any,
-    mask_weights_dtype: Any,
-) -> list[Option]:
-    needed = (*needs, logits_dtype is not None, mask_weights_dtype is not None)
-    options = []
-    for x_placement, rows_placement, y_placement in _placements(x):
-        # A rank computes the gradients of its shards, and one term of the gradient of a replicated tensor.
-        grad_x = _partial if isinstance(rows_placement, Shard) else x_placement
-        grad_weight = _partial if isinstance(x_placement, Shard) else rows_placement
-        grads = (grad_x, grad_weight, _behind_masks(grad_weight), grad_x)
-        # A gradient that is not needed is an empty tensor on every rank.
-        results = [grad if is_needed else _replicate for grad, is_needed in zip(grads, needed, strict=True)]
-        options.append(
-            (results, [y_placement, x_placement, rows_placement, rows_placement, _partials_placement(y_placement, x)])
-        )
-    return options
-
-
-def _if_given(mask_weights: Any, placement: Placement) -> list[Placement]:
-    return [] if mask_weights is None else [placement]
-
-
-# --- Experts --------------------------------------------------------------------------------------------------------
-
-
-def _column_parallel_experts(
-    weight: Any, mask_weights: Any, weight_scale: Any, weight_format: str, y_placement: Placement
-) -> Option:
-    """Return the column-parallel option of a layer of experts, whose fourth argument is `expert_ids` or `offs`."""
-    _check_blocks(weight, weight_format, 1)
-    rows_placement = Shard(1)
-    given = [*_if_given(mask_weights, _replicate), *_if_given(weight_scale, rows_placement)]
-    return [y_placement], [_replicate, rows_placement, rows_placement, _replicate, *given]
-
-
-def _replicated(arguments: int, results: int = 1) -> Option:
-    return [_replicate] * results, [_replicate] * arguments
-
-
-def _experts_forward(
-    x: Any,
-    weight: Any,
-    packed_masks: Any,
-    expert_ids: Any,
-    activation: Any = None,
-    mask_weights: Any = None,
-    weight_scale: Any = None,
-    weight_format: str = "dense",
-    activation_format: str = "dense",
-) -> list[Option]:
-    tokens_placement = Shard(0)
-    given = [*_if_given(mask_weights, tokens_placement), *_if_given(weight_scale, _replicate)]
-    return [
-        _replicated(4 + len(given)),
-        _column_parallel_experts(weight, mask_weights, weight_scale, weight_format, Shard(2)),
-        ([tokens_placement], [tokens_placement, _replicate, _replicate, tokens_placement, *given]),
-    ]
-
-
-def _grouped_forward(
-    x: Any,
-    weight: Any,
-    packed_masks: Any,
-    offs: Any,
-    activation: Any = None,
-    mask_weights: Any = None,
-    weight_scale: Any = None,
-    weight_format: str = "dense",
-    activation_format: str = "dense",
-) -> list[Option]:
-    option = _column_parallel_experts(weight, mask_weights, weight_scale, weight_format, Shard(1))
-    return [_replicated(len(option[1])), option]
-
-
-def _grouped_forward_ste(
-    x: Any, weight: Any, mask_logits: Any, offs: Any, activation: Any = None, mask_weights: Any = None
-) -> list[Option]:
-    mask_weights_placement = _if_given(mask_weights, _replicate)
-    return [
-        _replicated(4 + len(mask_weights_placement), 2),
-        ([Shard(1), Shard(1)], [_replicate, Shard(1), Shard(2), _replicate, *mask_weights_placement]),
-    ]
-
-
-def _grouped_forward_train(
-    x: Any, weight: Any, packed_masks: Any, offs: Any, activation: Any = None, mask_weights: Any = None
-) -> list[Option]:
-    mask_weights_placement = _if_given(mask_weights, _replicate)
-    return [
-        _replicated(4 + len(mask_weights_placement), 2),
-        ([Shard(1), Shard(2)], [_replicate, Shard(1), Shard(1), _replicate, *mask_weights_placement]),
-    ]
-
-
-def _needed(grads: Sequence[Placement], needs: Sequence[bool]) -> list[Placement]:
-    """Return the placements of gradients. A gradient that is not needed is an empty tensor on every rank."""
-    return [grad if is_needed else _replicate for grad, is_needed in zip(grads, needs, strict=True)]
-
-
-def _grouped_backward(
-    grad_output: Any,
-    x: Any,
-    weight: Any,
-    packed_masks: Any,
-    offs: Any,
-    partials: Any,
-    needs: Sequence[bool],
-    logits_dtype: Any,
-    mask_weights_dtype: Any,
-) -> list[Option]:
-    grads = _needed(
-        (_partial, Shard(1), Shard(2), _partial), [*needs, logits_dtype is not None, mask_weights_dtype is not None]
-    )
-    return [_replicated(6, 4), (grads, [Shard(1), _replicate, Shard(1), Shard(1), _replicate, Shard(2)])]
-
-
-def _experts_down(
-    y: Any, weight: Any, expert_ids: Any, expert_weights: Any, weight_scale: Any = None, weight_format: str = "dense"
-) -> list[Option]:
-    _check_blocks(weight, weight_format, 1)
-    options: list[Option] = [
-        _replicated(4 + len(_if_given(weight_scale, _replicate))),
-        ([Shard(1)], [_replicate, Shard(1), _replicate, _replicate, *_if_given(weight_scale, Shard(1))]),
-        ([Shard(0)], [Shard(0), _replicate, Shard(0), Shard(0), *_if_given(weight_scale, _replicate)]),
-    ]
-    if weight_scale is None:  # columns of a stored weight may share scales or bytes, so they are not divided
-        options.append(([_partial], [Shard(2), Shard(2), _replicate, _replicate]))
-    return options
-
-
-def _experts_down_backward(
-    grad_output: Any, y: Any, weight: Any, expert_ids: Any, expert_weights: Any, needs: Sequence[bool]
-) -> list[Option]:
-    return [
-        _replicated(5, 3),
-        (_needed([_partial, Shard(1), _partial], needs), [Shard(1), _replicate, Shard(1), _replicate, _replicate]),
-        (_needed([Shard(0), _partial, Shard(0)], needs), [Shard(0), Shard(0), _replicate, Shard(0), Shard(0)]),
-        (_needed([Shard(2), Shard(2), _partial], needs), [_replicate, Shard(2), Shard(2), _replicate, _replicate]),
-    ]
-
-
 def on_local_tensors(run: Callable[[Given], Tensor], given: Given) -> Tensor:
     """Run a differentiable function of the arguments of `mglu::experts_forward` on the local parts of DTensors.
 
@@ -300,85 +168,52 @@ def on_local_tensors(run: Callable[[Given], Tensor], given: Given) -> Tensor:
     """
     tensors = given.tensors()
     mesh = next(tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor))
-    ways = [_way(given, dim) for dim in range(mesh.ndim)]
-    if "columns" in ways:
-        _check_blocks(given.weight, given.weight_format, 1)
+    shardings = [_present_sharding(given, dim) for dim in range(mesh.ndim)]
+    if isinstance(given.weight, DTensor):
+        _check_blocks(given.weight._spec, given.weight_format)
     placements, grads = (
         tuple(
-            [table[way].get(name, _replicate) for way in ways] if isinstance(tensor, DTensor) else None
+            [of_tensors.get(name, _replicate) for of_tensors in tables] if isinstance(tensor, DTensor) else None
             for name, tensor in tensors.items()
         )
-        for table in (_PLACEMENTS, _GRADIENTS)
+        for tables in zip(*shardings, strict=True)
     )
 
     def local(*parts: Tensor) -> Tensor:
         local_parts: dict[str, Any] = dict(zip(tensors, parts, strict=True))
         return run(given._replace(**local_parts))
 
-    result = [_PLACEMENTS[way].get("result", _replicate) for way in ways]
+    result = [sharding.placements.get("result", _replicate) for sharding in shardings]
     return local_map(local, result, placements, grads, mesh, redistribute_inputs=True)(*tensors.values())
 
 
-def _way(given: Given, dim: int) -> str:
-    """Return how a dimension of the mesh divides a call of `mglu::experts_forward`, as a key of `_PLACEMENTS`."""
-    for name, tensor, wanted in (("columns", given.weight, Shard(1)), ("tokens", given.x, Shard(0))):
-        if isinstance(tensor, DTensor) and tensor.placements[dim] == wanted:
-            return name
-    return "replicated"
+def _present_sharding(given: Given, dim: int) -> Sharding:
+    """Return how a dimension of the mesh divides a call of `mglu::experts_forward`."""
+    if isinstance(given.weight, DTensor) and given.weight.placements[dim] == Shard(1):
+        return _column_parallel(1, 2)
+    if isinstance(given.x, DTensor) and given.x.placements[dim] == Shard(0):
+        return _token_parallel(0)
+    return _REPLICATED
 
 
-_WEIGHTS, _ROWS_OF_TOKENS = ("weight", "packed_masks", "weight_scale"), ("x", "mask_weights", "expert_ids", "result")
-_PLACEMENTS: dict[str, dict[str, Placement]] = {
-    "columns": {**dict.fromkeys(_WEIGHTS, Shard(1)), "result": Shard(2)},
-    "tokens": dict.fromkeys(_ROWS_OF_TOKENS, Shard(0)),
-    "replicated": {},
-}
-"""The placements of the tensors and of the result, by the value of `_way`. Tensors not listed are replicated."""
-_GRADIENTS: dict[str, dict[str, Placement]] = {
-    "columns": {**_PLACEMENTS["columns"], "x": _partial, "mask_weights": _partial},
-    "tokens": {**_PLACEMENTS["tokens"], **dict.fromkeys(_WEIGHTS, _partial)},
-    "replicated": {},
-}
-"""The placements of the gradients, by the value of `_way`. `_partial`: each rank has one term of the gradient."""
-
-
-def _register(op: Any, rule: Callable[..., list[Option]], first_option: int | None = None) -> None:
-    """Register a rule, unless the user has registered one.
-
-    `first_option` is the position of the first non-tensor argument on which the placements or shapes of the results
-    depend.
-    """
+def _register(name: str, rule: Callable[..., list[Option]]) -> None:
+    """Register the rule of an operator, unless the user has registered one."""
+    op = getattr(torch.ops.mglu, name).default
     propagator = DTensor._op_dispatcher.sharding_propagator
     if op in propagator.op_strategy_funcs:
         return
     register_sharding(op)(rule)
-    if first_option is not None:
-        # DTensor caches a rule's result by the placements of the tensors and by the arguments from `first_option` on.
-        # `register_sharding` assumes that the first integer argument is the first such argument, and so would ignore
-        # `needs` of backward.
-        propagator.op_to_schema_info[op] = RuntimeSchemaInfo(first_option, needs_pytree=True)
+    for position, argument in enumerate(names_of(op)):
+        if argument in ("weight_format", "needs"):
+            # DTensor caches a rule's result by the placements of the tensors and by the arguments from this position
+            # on. `register_sharding` assumes that the first integer argument is the first on which the result depends,
+            # and so would ignore `needs` of backward.
+            propagator.op_to_schema_info[op] = RuntimeSchemaInfo(position, needs_pytree=True)
 
 
-def _position(op: Any, name: str) -> int:
-    return [argument.name for argument in op._schema.arguments].index(name)
-
-
-_register(_mglu.pack_masks.default, _pack)
-_register(_mglu.pack_logits.default, _pack)
-_register(_mglu.pack_expert_logits.default, _pack_expert_logits)
-_register(_mglu.unpack_masks.default, _unpack_masks)
-_register(_mglu.forward.default, _forward, _position(_mglu.forward.default, "weight_format"))
-_register(_mglu.forward_ste.default, _forward_ste)
-_register(_mglu.forward_train.default, _forward_train)
-_register(_mglu.backward.default, _backward, _position(_mglu.backward.default, "needs"))
-_register(_mglu.grouped_forward_ste.default, _grouped_forward_ste)
-_register(_mglu.grouped_forward_train.default, _grouped_forward_train)
-_RULES: dict[Any, tuple[Callable[..., list[Option]], str]] = {
-    _mglu.experts_forward.default: (_experts_forward, "weight_format"),
-    _mglu.grouped_forward.default: (_grouped_forward, "weight_format"),
-    _mglu.experts_down.default: (_experts_down, "weight_format"),
-    _mglu.grouped_backward.default: (_grouped_backward, "needs"),
-    _mglu.experts_down_backward.default: (_experts_down_backward, "needs"),
-}
-for _op, (_rule, _first_option) in _RULES.items():
-    _register(_op, _rule, _position(_op, _first_option))
+_register("pack_masks", _pack)
+_register("pack_logits", _pack)
+_register("pack_expert_logits", _pack_expert_logits)
+_register("unpack_masks", _unpack_masks)
+for _name, (_kind, _) in {**OPERATORS, "experts_down_backward": ("backward", None)}.items():
+    _register(_name, partial(_options, getattr(torch.ops.mglu, _name).default, _kind))
