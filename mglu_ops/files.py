@@ -1,9 +1,10 @@
-"""Checks of output paths, for use before expensive work."""
+"""The folder of the C++ and CUDA sources, and checks of output paths for use before expensive work."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,16 @@ from .errors import UserError
 
 class FileError(UserError, ValueError):
     """A file cannot be written."""
+
+
+@cache
+def source_directory(part: str = "") -> Path:
+    """Return the folder `csrc`, or its folder `part`: in an installed package, or beside the package in a checkout."""
+    package = Path(__file__).resolve().parent
+    for candidate in (package / "csrc" / part, package.parent / "csrc" / part):
+        if candidate.is_dir():
+            return candidate
+    raise FileNotFoundError(f"the sources of mglu_ops are neither in {package} nor beside it")
 
 
 def as_path(name: str, path: Any) -> Path:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..files import source_directory
 from ..formats import FORMATS, WeightFormat
 from ..ops import SCHEMAS
 from .device_code import plans_of_any_layer
-from .library import source_directory
 
 
 def contract() -> str:

@@ -7,7 +7,6 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -15,19 +14,9 @@ import torch
 from .. import notices
 from ..backends.cpu.build import BuildError, as_program, find_compiler
 from ..backends.interruptible import run
-from ..files import as_path, check_writable
+from ..files import as_path, check_writable, source_directory
 
 LIBRARY = "libmglu_ops.so"
-
-
-@cache
-def source_directory() -> Path:
-    """The folder `csrc`, which is inside an installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    for candidate in (package / "csrc", package.parent / "csrc"):
-        if (candidate / "library").is_dir():
-            return candidate
-    raise FileNotFoundError(f"the C++ sources of mglu_ops are neither in {package} nor beside it")
 
 
 def build_runtime(

@@ -20,8 +20,9 @@ import torch
 from filelock import FileLock
 
 from mglu_ops.backends import cache
-from mglu_ops.backends.cpu import build, library
+from mglu_ops.backends.cpu import library
 from mglu_ops.backends.cuda import compiler
+from mglu_ops.files import source_directory
 from mglu_ops.packaging import library as packaging
 from tests.support.builds import CONTENT, artifact, fake_compiler, files, obtain, only_file, shared_folder
 from tests.support.layers import make_layer
@@ -182,7 +183,7 @@ def test_ctrl_c_ends_a_build_of_the_cpu_kernels_and_its_compiler(folder, interru
     monkeypatch.setenv("CXX", str(fake_compiler(tmp_path, body)))
     monkeypatch.setattr(library, "_loaded", None)
     layer = make_layer((3,))
-    count = 2 * len(list(build.source_directory().glob("*.cpp")))
+    count = 2 * len(list(source_directory("cpu").glob("*.cpp")))
     interrupt_when(lambda: len(pids.read_text().splitlines()) == count)
     with pytest.raises(KeyboardInterrupt):
         torch.ops.mglu.forward(layer.x, layer.weight, layer.packed_masks)

@@ -16,6 +16,7 @@ from mglu_ops import dispatch
 from mglu_ops.backends import BACKENDS
 from mglu_ops.backends.cpu import build, library
 from mglu_ops.call import Call
+from mglu_ops.files import source_directory
 from mglu_ops.given import Given
 from tests.support.cpu import needs_compiler, run
 from tests.support.layers import make_layer
@@ -54,7 +55,7 @@ def test_without_a_compiler_composite_runs_and_says_so_once_for_large_layers(op,
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="the other CPUs have one instruction set")
 def test_the_processor_is_asked_for_its_instruction_sets(tmp_path):
     """The code must not use `__builtin_cpu_supports`, which is always false with `zig c++`."""
-    path, source = tmp_path / "features.so", build.source_directory() / "features.cpp"
+    path, source = tmp_path / "features.so", source_directory("cpu") / "features.cpp"
     options = ["-std=c++17", "-shared", "-fPIC", "-D__builtin_cpu_supports(name)=0"]
     subprocess.run([*build.find_compiler(), *options, source, "-o", path], check=True)
     functions = ctypes.CDLL(str(path))

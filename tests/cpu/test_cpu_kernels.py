@@ -22,6 +22,7 @@ import mglu_ops
 from mglu_ops.backends import BACKENDS, cpu
 from mglu_ops.backends.cpu import build
 from mglu_ops.call import Call
+from mglu_ops.files import source_directory
 from mglu_ops.formats import FORMATS
 from mglu_ops.given import Given
 from tests.support import layers as s
@@ -415,7 +416,7 @@ def test_explain_names_the_instruction_set_that_runs(kernel):
 def test_sanitizers(tmp_path, emulated):
     """Run all kernels in a program of their own: under AddressSanitizer and UBSan, or with emulated AVX-512."""
     compiler = build.find_compiler()
-    flags = ["-O0", "-std=c++17", "-pthread", "-ffp-contract=off", "-Wno-psabi", f"-I{build.source_directory()}"]
+    flags = ["-O0", "-std=c++17", "-pthread", "-ffp-contract=off", "-Wno-psabi", f"-I{source_directory('cpu')}"]
     if emulated:
         flags += ['-DMGLU_EMULATE_AVX512="cpu_avx512_emulation.h"', f"-I{TESTS}"]
     else:
@@ -428,7 +429,7 @@ def test_sanitizers(tmp_path, emulated):
     )
     if probe.returncode != 0:
         pytest.skip(f"this compiler has no sanitizers: {probe.stderr.strip()}")
-    sources = [TESTS / "cpu_driver.cpp", *build.source_directory().glob("*.cpp")]
+    sources = [TESTS / "cpu_driver.cpp", *source_directory("cpu").glob("*.cpp")]
     commands = [[*compiler, *flags, "-c", source, "-o", tmp_path / f"{source.stem}.o"] for source in sources]
     with ThreadPoolExecutor(2) as pool:
         for result in pool.map(lambda command: subprocess.run(command, capture_output=True, text=True), commands):

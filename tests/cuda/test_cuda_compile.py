@@ -18,12 +18,12 @@ import torch
 from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.backends.cuda import DecodeMma, LaunchConfig, TileWgmma
 from mglu_ops.backends.cuda.choice import choose, without_tables
-from mglu_ops.backends.cuda.compiler import source_directory
 from mglu_ops.backends.cuda.device import KNOWN_GPUS, RESERVED_SHARED_BYTES_PER_BLOCK, Gpu
 from mglu_ops.backends.cuda.kernels import backward_gemm, permute_x, quantize_x, training_steps
 from mglu_ops.backends.cuda.kernels.tile_wgmma_choice import fp8_launches
 from mglu_ops.backends.cuda.kernels.tile_wgmma_training import training_choice
 from mglu_ops.call import Call, StoredWeight
+from mglu_ops.files import source_directory
 from mglu_ops.formats import FORMATS
 from tests.support.families import quick_cases, quick_only_for
 
@@ -69,7 +69,7 @@ def compiled(kernel: str, target: str, macros: dict[str, int]) -> tuple[int, int
 @cache
 def _compiled(kernel: str, target: str, macros: tuple[tuple[str, int], ...]) -> tuple[int, int, str, str]:
     nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="needs NVRTC (pip install cuda-core nvidia-cuda-nvrtc)")
-    source = source_directory() / f"{kernel}.cu"
+    source = source_directory("cuda") / f"{kernel}.cu"
     error, program = nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), 0, [], [])
     assert int(error) == 0
     options = [f"-arch={target}", "-std=c++17", f"-I{source.parent}", "--ptxas-options=-v"]
@@ -367,7 +367,7 @@ def test_gemms_of_backward_compile_without_spills(dtype: torch.dtype, is_grad_x:
 
 def test_no_header_is_included() -> None:
     """Sources include only each other, so NVRTC works without a CUDA toolkit."""
-    for path in source_directory().glob("*.cu*"):
+    for path in source_directory("cuda").glob("*.cu*"):
         for name in re.findall(r'#include\s+([<"][^>"]+[>"])', path.read_text()):
             assert name.startswith('"'), f"{path.name} includes {name}"
-            assert (source_directory() / name.strip('"')).is_file()
+            assert (source_directory("cuda") / name.strip('"')).is_file()

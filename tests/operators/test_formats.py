@@ -13,9 +13,9 @@ import mglu_ops
 from mglu_ops import dispatch
 from mglu_ops.backends.cuda import DecodeMma, Plain, TileWgmma
 from mglu_ops.backends.cuda.choice import choose
-from mglu_ops.backends.cuda.compiler import source_directory
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.call import Call
+from mglu_ops.files import source_directory
 from mglu_ops.formats import FORMATS
 from tests.support.families import quick_only_for
 from tests.support.layers import every_stored_value, forward, stored_layer
@@ -83,7 +83,7 @@ def test_quantizing_rounds_to_the_nearest(name: str) -> None:
 
 
 def test_python_and_cpp_list_the_same_formats() -> None:
-    source = (source_directory() / "weight_formats.cuh").read_text()
+    source = (source_directory("cuda") / "weight_formats.cuh").read_text()
     found = {name: int(code) for name, code in re.findall(r"^    (\w+) = (\d+),", source, flags=re.MULTILINE)}
     assert found == {one.name: one.code for one in FORMATS.values()}
     assert f"kWeightFormats = {len(FORMATS)};" in source

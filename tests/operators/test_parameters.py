@@ -13,17 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mglu_ops.activations import ACTIVATIONS
-from mglu_ops.backends.cpu import build
-from mglu_ops.backends.cpu.build import source_directory as cpu_sources
-from mglu_ops.backends.cuda import compiler
-from mglu_ops.backends.cuda.compiler import source_directory as cuda_sources
 from mglu_ops.backends.parameters import MAP_BYTES, Parameters, read_parameters
+from mglu_ops.files import source_directory
 from mglu_ops.sizes import Size, ceil_div, greatest, least, round_up, text
 
 _STRUCT = re.compile(
     r"^struct (\w*Params|Forward|Pack|Unpack|FlipSigns|Scale|\w+Gradients)\b[^;]*?{$.*?^};", re.M | re.S
 )
-SOURCES = [*sorted(cuda_sources().glob("*.cu*")), cpu_sources() / "mglu_cpu.h", cpu_sources() / "backward.h"]
+CUDA, CPU = source_directory("cuda"), source_directory("cpu")
+SOURCES = [*sorted(CUDA.glob("*.cu*")), CPU / "mglu_cpu.h", CPU / "backward.h"]
 STRUCTS = [(source, found[0], found[1]) for source in SOURCES for found in _STRUCT.finditer(source.read_text())]
 
 
@@ -60,7 +58,7 @@ def test_every_struct_is_packed_as_a_compiler_lays_it_out(tmp_path: Path) -> Non
                 expected.append(offset)
     lines += ["int main() {", *(f'std::printf("%zu\\n", {expression});' for expression in printed), "}"]
     (tmp_path / "layout.cpp").write_text("\n".join(lines))
-    options = ["-std=c++17", "-Wno-invalid-offsetof", f"-I{cuda_sources()}", f"-I{cpu_sources()}"]
+    options = ["-std=c++17", "-Wno-invalid-offsetof", f"-I{CUDA}", f"-I{CPU}"]
     subprocess.run(["g++", *options, tmp_path / "layout.cpp", "-o", tmp_path / "layout"], check=True)
     output = subprocess.run([tmp_path / "layout"], capture_output=True, text=True, check=True).stdout
     assert dict(zip(printed, map(int, output.split()), strict=True)) == dict(zip(printed, expected, strict=True))
@@ -81,17 +79,17 @@ def test_a_struct_that_cannot_be_packed_is_refused(text: str, problem: str, tmp_
 
 
 def test_strides_and_sizes_are_given_by_name() -> None:
-    fields = read_parameters(cuda_sources() / "flip_signs.cu", "Params")
+    fields = read_parameters(CUDA / "flip_signs.cu", "Params")
     with pytest.raises(TypeError, match="got rows, column, must be weight_row_stride, rows, expert_rows, columns"):
         fields.with_integers({"rows": 1, "column": 2})
 
 
 def test_kernels_have_the_same_codes_which_count_from_zero_without_gaps() -> None:
     """Codes must have no gaps, because the C++ library uses them as indices into a table of names."""
-    source = (compiler.source_directory() / "activation.cuh").read_text()
+    source = (CUDA / "activation.cuh").read_text()
     (enumeration,) = re.findall(r"enum class Activation : int \{(.*?)\};", source, re.DOTALL)
     on_gpu = re.findall(r"(\w+) = (\d+),", enumeration)
-    source = (build.source_directory() / "activation.h").read_text()
+    source = (CPU / "activation.h").read_text()
     on_cpu = re.findall(r"^MGLU_ACTIVATION\((\w+), (\d+),", source, re.MULTILINE)
     assert on_gpu == on_cpu == [(name, str(number)) for number, name in enumerate(ACTIVATIONS)]
     assert [activation.code for activation in ACTIVATIONS.values()] == list(range(len(ACTIVATIONS)))

@@ -24,9 +24,9 @@ from mglu_ops.backends.cuda.kernels import experts, quantize_x
 from mglu_ops.backends.cuda.launch import Plan, load, parameters
 from mglu_ops.backends.parameters import MAP_BYTES
 from mglu_ops.call import Call
+from mglu_ops.files import source_directory
 from mglu_ops.formats import FORMATS
 from mglu_ops.packaging import device_code
-from mglu_ops.packaging.library import source_directory
 from mglu_ops.packaging.package import LayerInfo
 from mglu_ops.packaging.seal import PackageError
 from tests.support.commands import run

@@ -16,11 +16,12 @@ from torch import Tensor
 
 import mglu_ops
 from mglu_ops.backends.cpu.build import BuildError
+from mglu_ops.files import source_directory
 from mglu_ops.formats import ACTIVATION_FORMATS, FORMATS
 from mglu_ops.given import Given
 from mglu_ops.packaging import generated
 from mglu_ops.packaging import library as build
-from mglu_ops.packaging.library import build_runtime, source_directory
+from mglu_ops.packaging.library import build_runtime
 from tests.support import reference
 from tests.support.budgets import assert_matches
 from tests.support.commands import python, run

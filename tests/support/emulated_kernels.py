@@ -20,10 +20,10 @@ from torch import Tensor
 
 from mglu_ops.backends.cache import Artifact, obtain
 from mglu_ops.backends.cuda import training
-from mglu_ops.backends.cuda.compiler import source_directory
 from mglu_ops.backends.cuda.device import KNOWN_GPUS
 from mglu_ops.backends.cuda.kernels import training_steps
 from mglu_ops.backends.cuda.launch import parameters
+from mglu_ops.files import source_directory
 from tests.support.commands import BUILT
 
 STAND_INS = Path(__file__).parents[1] / "cuda" / "emulation"
@@ -85,7 +85,7 @@ def _compiled(kernel: str, macros: tuple[tuple[str, int], ...]) -> Any:
     defines += ["-DLANES_AT_ONCE"] if kernel in ("mask_weight_gradients", "group_tokens") else []
     defines += ["-DWARPS_AT_ONCE"] if kernel == "group_tokens" else []
     options = ["-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", "-pthread", *defines]
-    sources = [*sorted(source_directory().glob("*.cu*")), *sorted(STAND_INS.iterdir())]
+    sources = [*sorted(source_directory("cuda").glob("*.cu*")), *sorted(STAND_INS.iterdir())]
 
     def compile_sources(scratch: Path) -> bytes:
         for path in sources:  # a stand-in overwrites the header of the same name

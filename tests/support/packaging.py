@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import mglu_ops
 from mglu_ops.__main__ import main
+from mglu_ops.files import source_directory
 from mglu_ops.nn import MGLU, MGLUExpertsFeedForward, NaiveMGLU
 from mglu_ops.packaging import library as build
-from mglu_ops.packaging.library import source_directory
 from mglu_ops.packaging.package import KEY, InputInfo, LayerInfo, PackageInfo, WeightInfo, seal_package
 from mglu_ops.packaging.seal import seal
 from mglu_ops.packaging.tensor_file import write_tensor

@@ -14,11 +14,11 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import dropwhile
 from pathlib import Path
 from typing import TypeVar
 
+from ...files import source_directory
 from ..cache import Artifact, obtain
 from ..interruptible import COMPILER_SECONDS, run
 
@@ -31,16 +31,6 @@ FLAGS = ("-O2", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off
 
 class BuildError(RuntimeError):
     """A tool that a build needs is missing, or the C++ compiler failed. The message contains the compiler's log."""
-
-
-@cache
-def source_directory() -> Path:
-    """Return the folder of the kernels' sources: in the package if it is installed, or beside it in a checkout."""
-    package = Path(__file__).resolve().parents[2]
-    for candidate in (package / "csrc" / "cpu", package.parent / "csrc" / "cpu"):
-        if candidate.is_dir():
-            return candidate
-    raise FileNotFoundError(f"the CPU sources of mglu_ops are neither in {package} nor beside it")
 
 
 def load_library(load: Callable[[Path], T], folder: Path | None = None) -> T:
@@ -127,7 +117,7 @@ def settings() -> tuple[str | None, ...]:
 
 def _artifact() -> Artifact:
     """Describe the library. Its key depends on the options in `CXX`, but not on the compiler."""
-    folder = source_directory()
+    folder = source_directory("cpu")
     shared = (folder.parent / "cuda" / name for name in ("packed_masks.cuh", "weight_formats.cuh"))
     sources = sorted((*folder.glob("*.cpp"), *folder.glob("*.h"), *shared))
     return Artifact(
@@ -146,7 +136,7 @@ def _artifact() -> Artifact:
 
 def _build(folder: Path) -> bytes:
     compiler = find_compiler()
-    sources = sorted(source_directory().glob("*.cpp"))
+    sources = sorted(source_directory("cpu").glob("*.cpp"))
     objects = [str(folder / f"{source.stem}.o") for source in sources]
     library = folder / "linked.so"
     _run(compiler, folder, *(["-c", str(source), "-o", out] for source, out in zip(sources, objects, strict=True)))

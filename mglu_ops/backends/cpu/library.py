@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
+from ...files import source_directory
 from ...formats import WeightFormat
 from ..parameters import read_parameters
-from .build import BuildError, load_library, settings, source_directory
+from .build import BuildError, load_library, settings
 
 ISAS = {"best": 0, "portable": 1, "avx2": 2, "avx512": 3, "avx512_bf16": 4, "amx": 5}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -25,7 +26,7 @@ def packer(
     struct: str, integers: Mapping[str, int], header: str = "mglu_cpu.h"
 ) -> Callable[[Mapping[str, int]], bytes]:
     """Return a function that takes addresses by name, and packs them and `integers` as a struct of csrc/cpu."""
-    fields = read_parameters(source_directory() / header, struct)
+    fields = read_parameters(source_directory("cpu") / header, struct)
     pack, in_order = fields.pointer_struct.pack, fields.in_order
     packed_integers = fields.with_integers(integers)[fields.pointer_struct.size :]
     return lambda pointers: pack(*in_order(pointers)) + packed_integers

@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from ...files import source_directory
 from ...notices import say
 from ..cache import Artifact, is_stored, obtain
 from ..interruptible import COMPILER_SECONDS, run
@@ -31,20 +32,10 @@ class CompileError(RuntimeError):
 
 
 @cache
-def source_directory() -> Path:
-    """Return the folder of the device code: inside an installed package, or beside the package in a checkout."""
-    package = Path(__file__).resolve().parents[2]
-    for candidate in (package / "csrc" / "cuda", package.parent / "csrc" / "cuda"):
-        if candidate.is_dir():
-            return candidate
-    raise FileNotFoundError(f"the CUDA sources of mglu_ops are neither in {package} nor beside it")
-
-
-@cache
 def source_hash() -> str:
     """Return the hash of all sources, so that a change of any header makes cached cubins invalid."""
     digest = hashlib.sha256()
-    for path in sorted(source_directory().glob("*.cu*")):
+    for path in sorted(source_directory("cuda").glob("*.cu*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
@@ -111,7 +102,7 @@ def _compile(kernel: str, arch: str, macros: dict[str, int], scratch: Path) -> b
 
 
 def _run_nvcc(nvcc: str, kernel: str, arch: str, macros: dict[str, int], scratch: Path) -> bytes:
-    cubin, source = scratch / "kernel.cubin", source_directory() / f"{kernel}.cu"
+    cubin, source = scratch / "kernel.cubin", source_directory("cuda") / f"{kernel}.cu"
     defines = [f"-D{name}={value}" for name, value in macros.items()]
     command = [nvcc, "-cubin", f"-std={_STANDARD}", f"-arch={arch}", *defines, str(source), "-o", str(cubin)]
     try:
@@ -131,7 +122,7 @@ def _cuda_core() -> Any:
 
 def _run_nvrtc(kernel: str, arch: str, macros: dict[str, int]) -> bytes:
     core = _cuda_core()
-    directory = source_directory()
+    directory = source_directory("cuda")
     options = core.ProgramOptions(
         name=f"{kernel}.cu",
         arch=arch,

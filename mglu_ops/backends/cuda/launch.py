@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from ...files import source_directory
 from ...sizes import round_up
 from ..parameters import Parameters, read_parameters
-from .compiler import compile_cubin, source_directory
+from .compiler import compile_cubin
 from .driver import Kernel, KernelStruct, Launch
 from .tensor_map import Matrix, TensorMaps
 
@@ -110,7 +111,7 @@ def _load_kernel(device: int, name: str, target: str, macros: tuple[tuple[str, i
 
 def parameters(source: str, name: str = "Params") -> Parameters:
     """Return the fields of the struct `name`, which the file `source` of csrc/cuda declares."""
-    return read_parameters(source_directory() / source, name)
+    return read_parameters(source_directory("cuda") / source, name)
 
 
 @dataclass(frozen=True)
