@@ -12,13 +12,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from mglu_ops import accuracy
-from mglu_ops.timer import replay
+from mglu_ops import accuracy, timer
+from mglu_ops.timer import Replay, replay
 
 ROUNDS = 25
 MIN_ROUNDS = 9
@@ -165,35 +166,19 @@ def release() -> None:
 # --- Variants as CUDA graphs ------------------------------------------------------------------------------------------
 
 
-class GraphTimer:
-    """A CUDA graph that runs `layers` layers, and the times of its rounds so far in microseconds per layer.
-
-    In each round, the graph is replayed `warmup_replays` times before the clock starts.
-    """
-
-    def __init__(self, graph: torch.cuda.CUDAGraph, layers: int) -> None:
-        self.graph, self.layers = graph, layers
-        self.warmup_replays = 1
-        self.times: list[float] = []
-
-    @property
-    def timed_replays(self) -> int:
-        return max(2, self.warmup_replays)
-
-
-def time_graphs(timers: Sequence[GraphTimer], rounds: int = ROUNDS, settle_seconds: float = 0.0) -> None:
+def time_graphs(graphs: Sequence[Captured], rounds: int = ROUNDS, settle_seconds: float = 0.0) -> None:
     """Replay graphs in turn and append to their `times`, in `rounds` rounds, or fewer if a round is long.
 
     A graph is replayed for `settle_seconds` before its clock starts, and then timed for `settle_seconds`.
     """
-    for timer, times in zip(timers, replay(timers, 2), strict=True):
-        timer.warmup_replays = max(1, round(settle_seconds * 1e6 / (times[-1] * timer.layers)))
+    for one, times in zip(graphs, replay(graphs, 2), strict=True):
+        one.warmup_replays = max(1, round(settle_seconds * 1e6 / (times[-1] * one.layers)))
     start = time.perf_counter()
-    replay(timers, 1)
+    replay(graphs, 1)
     affordable = int(MAX_SECONDS_OF_ROUNDS / (time.perf_counter() - start))
     fewest = MIN_SETTLED_ROUNDS if settle_seconds else MIN_ROUNDS
-    for timer, times in zip(timers, replay(timers, min(rounds, max(fewest, affordable))), strict=True):
-        timer.times += times
+    for one, times in zip(graphs, replay(graphs, min(rounds, max(fewest, affordable))), strict=True):
+        one.times += times
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,15 +202,16 @@ class Timing(NamedTuple):
     error: float = float("nan")
 
 
-class Captured(GraphTimer):
-    """A variant as a CUDA graph, and the tensors that a replay writes, one per layer.
+class Captured(Replay):
+    """A variant as a CUDA graph, and the times of its rounds so far in microseconds per layer.
 
     `check` sets `error`, the relative error of the result, and `budget`, the largest error that counts as correct.
     """
 
     def __init__(self, variant: Variant, graph: torch.cuda.CUDAGraph, outputs: list[Tensor | None]) -> None:
-        super().__init__(graph, variant.layers)
-        self.variant, self.outputs = variant, outputs
+        super().__init__(graph, outputs)
+        self.variant = variant
+        self.times: list[float] = []
         self.error, self.budget = float("nan"), float("inf")
 
     def replay(self) -> None:
@@ -263,22 +249,10 @@ def relative_error(output: Tensor | None, expected: Tensor) -> float:
 
 
 def capture(variant: Variant) -> Captured:
-    """Capture one run over all layers of a variant, after two warm-up calls that compile."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-
-    def warm_up() -> None:
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                variant.run(0)
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-
-    first_call(variant.name, warm_up)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = [variant.run(i) for i in range(variant.layers)]
-    return Captured(variant, graph, outputs)
+    """Capture one run over all layers of a variant, after two warm-up calls, the first of which compiles."""
+    first_call(variant.name, partial(variant.run, 0))
+    found = timer.capture(variant.run, variant.layers)
+    return Captured(variant, found.graph, found.outputs)
 
 
 def measure(

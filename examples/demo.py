@@ -29,7 +29,7 @@ from torch import Tensor, nn
 import mglu_ops
 from mglu_ops.accuracy import ERROR_BUDGET, relative_error
 from mglu_ops.nn import NaiveMGLU, parameter_groups
-from mglu_ops.timer import Replay, layers_for, milliseconds
+from mglu_ops.timer import capture, layers_for, milliseconds
 
 PACKAGE = Path("build/examples/demo.pt2")  # git ignores build/
 BYTES_OF_COPIES, MAX_COPIES = 256 << 20, 32
@@ -136,7 +136,7 @@ def time_variants(variants: Sequence[Variant], x: Tensor) -> dict[str, float]:
         one.run(x)
         calls[one.name] = lambda one=one: one.run(x)
         if x.is_cuda:
-            graph = Replay(lambda i, one=one: one.apply(one.copies[i], x), len(one.copies)).graph
+            graph = capture(lambda i, one=one: one.apply(one.copies[i], x), len(one.copies)).graph
             calls[one.name] = graph.replay
     times = milliseconds(calls, x.device, rounds=5, calls=20 if x.is_cuda else 1)
     return {one.name: times[one.name] / len(one.copies) for one in variants}

@@ -9,10 +9,9 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
 PROTOCOL = "CUDA graph replay, rotating layers > 1 GB, candidates interleaved, median over rounds, us per layer"
 
@@ -57,36 +56,35 @@ def layers_for(bytes_per_layer: int, total: int = BYTES_OF_LAYERS) -> int:
 
 
 class Replay:
-    """A CUDA graph that calls `run(i)` for i from 0 to `layers` - 1. `outputs` holds the results."""
+    """A CUDA graph of several layers, and the results that it writes, one per layer.
 
-    warmup_replays = 1
-    timed_replays = 2
+    In each measurement, `warmup_replays` precede the timed replays.
+    """
 
-    def __init__(self, run: Callable[[int], Tensor], layers: int) -> None:
-        self.layers = layers
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            run(0)  # compiles, loads and warms up outside the graph
-        torch.cuda.current_stream().wait_stream(stream)
-        torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.outputs = [run(i) for i in range(layers)]
-
-
-class Replayed(Protocol):
-    """A CUDA graph of `layers` layers, with the numbers of untimed and timed replays in a measurement."""
-
-    graph: torch.cuda.CUDAGraph
-    layers: int
-    warmup_replays: int
+    def __init__(self, graph: torch.cuda.CUDAGraph, outputs: list[Any]) -> None:
+        self.graph, self.outputs, self.layers = graph, outputs, len(outputs)
+        self.warmup_replays = 1
 
     @property
-    def timed_replays(self) -> int: ...
+    def timed_replays(self) -> int:
+        return max(2, self.warmup_replays)
 
 
-def replay(graphs: Sequence[Replayed], rounds: int) -> list[list[float]]:
+def capture(run: Callable[[int], Any], layers: int) -> Replay:
+    """Capture a CUDA graph that calls `run(i)` for i from 0 to `layers` - 1."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(0)  # compiles, loads and warms up outside the graph
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [run(i) for i in range(layers)]
+    return Replay(graph, outputs)
+
+
+def replay(graphs: Sequence[Replay], rounds: int) -> list[list[float]]:
     """Measure each graph `rounds` times, in turns, in microseconds per layer.
 
     Untimed replays of the same graph precede the timed ones. All replays are queued before the CPU waits, so the GPU

@@ -23,7 +23,7 @@ from ..backends.cuda.launch_tables import Entry
 from ..call import Call
 from ..given import Given
 from ..masks import packed_shape
-from ..timer import Replay, layers_for, times
+from ..timer import Replay, capture, layers_for, times
 from .candidates import neighbours, starts
 
 SCREENING_ROUNDS = 4
@@ -56,7 +56,7 @@ class Layers:
             given = Given(self.x, self.weights[i], self.packed[i])
             return dispatch.forward(given, backend="cuda", launch=config)
 
-        return Replay(run, len(self.weights))
+        return capture(run, len(self.weights))
 
     def is_right(self, replay: Replay) -> bool:
         """True if a replay writes finite outputs, the first of which agrees with float64."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks import decode, timing, vllm_kernels
 from benchmarks.ceiling import GEMM
 from benchmarks.layers import Layers, masks_of
-from benchmarks.timing import Captured, GraphTimer, Timing, Variant, time_graphs, under_load
+from benchmarks.timing import Captured, Timing, Variant, time_graphs, under_load
 
 
 class Clock:
@@ -54,8 +54,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def timers(clock: Clock, *seconds: float, layers: int = 4) -> list[GraphTimer]:
-    return [GraphTimer(Graph(clock, one), layers) for one in seconds]  # type: ignore[arg-type]
+def timers(clock: Clock, *seconds: float, layers: int = 4) -> list[Captured]:
+    nothing = Variant("nothing", lambda _: None, layers)
+    return [Captured(nothing, Graph(clock, one), [None] * layers) for one in seconds]  # type: ignore[arg-type]
 
 
 def test_times_are_microseconds_per_layer(clock: Clock) -> None:
