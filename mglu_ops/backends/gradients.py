@@ -174,3 +174,8 @@ def as_outputs(
         empty(0) if grad_logits is None else grad_logits.to(given.logits_dtype),
         empty(0) if grad_mask_weights is None else grad_mask_weights.to(given.mask_weights_dtype),
     )
+
+
+def with_contiguous_columns(matrix: Tensor) -> Tensor:
+    """Return the matrix, or a copy if the elements of a row are not contiguous. Rows may have any stride."""
+    return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()

@@ -37,7 +37,7 @@ def emulated_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     `torch.mm` also takes `out_dtype` on the CPU, which torch itself supports only on a GPU.
     """
     monkeypatch.setattr(training_steps, "_launch", _launch)
-    monkeypatch.setattr(training_steps, "_stream", lambda on: 0)
+    monkeypatch.setattr(training_steps, "current_stream", lambda device: 0)
     monkeypatch.setattr(training, "gpu_of", lambda device: KNOWN_GPUS[8, 0])
     mm = torch.mm
 

@@ -19,7 +19,7 @@ from ...given import BackwardGiven
 from ...masks import n_masks_of
 from .. import gradients
 from ..base import Reason
-from ..gradients import Part, Steps
+from ..gradients import Part, Steps, with_contiguous_columns
 from ..parameters import addresses
 from .library import DTYPES, Library, load, packer
 
@@ -55,9 +55,9 @@ class Backward:
 
     def __call__(self, given: BackwardGiven) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         given = given._replace(
-            grad_output=_with_contiguous_columns(given.grad_output),
+            grad_output=with_contiguous_columns(given.grad_output),
             x=given.x.contiguous(),
-            weight=_with_contiguous_columns(given.weight),
+            weight=with_contiguous_columns(given.weight),
             packed_masks=given.packed_masks.contiguous(),
         )
         return gradients.backward(CpuSteps(self._library), given)
@@ -156,11 +156,6 @@ class CpuSteps(Steps):
             mask_stride=terms.stride(1),
         )
         return sums
-
-
-def _with_contiguous_columns(matrix: Tensor) -> Tensor:
-    """Return the matrix, or a copy if the elements of a row are not contiguous. Rows may have any stride."""
-    return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
 
 
 def _chunks(size: int, elements_each: int) -> list[slice]:

@@ -41,7 +41,7 @@ from .device import gpu_of
 from .kernels import training_steps as steps
 from .kernels.tile_wgmma_training import partials_of, training_items
 from .launch import load
-from .training import LayerSteps
+from .training import LayerSteps, aligned
 
 _MULTIPLE = 8
 """out_features and in_features are padded to multiples of 8, since `grouped_mm` needs 16-byte aligned rows, and
@@ -63,7 +63,7 @@ class ForwardTrain:
         if sequence is None:
             return library_forward(given)
         x, weight, packed_masks, *_ = given
-        given = given._replace(x=_aligned(x), weight=_aligned(weight), packed_masks=_padded_rows(packed_masks))
+        given = given._replace(x=aligned(x), weight=aligned(weight), packed_masks=_padded_rows(packed_masks))
         rows, d = x.shape[0], given.out_features
         y, partials = x.new_empty(rows, d), x.new_empty(rows, self._entries, d)
         workspace = x.new_empty(sequence.workspace_bytes, dtype=torch.uint8)
@@ -91,7 +91,7 @@ def _padded_rows(packed_masks: Tensor) -> Tensor:
     """Return the packed masks with padding at the end of each row, so that rows start at multiples of 16 bytes."""
     octets, n_masks = packed_masks.shape[2:]
     more = -octets % _octets_together(n_masks)
-    return F.pad(packed_masks, (0, 0, 0, more))[:, :, :octets] if more else _aligned(packed_masks)
+    return F.pad(packed_masks, (0, 0, 0, more))[:, :, :octets] if more else aligned(packed_masks)
 
 
 def _octets_together(n_masks: int) -> int:
@@ -210,18 +210,13 @@ def _padded(x: Tensor, weight: Tensor, packed_masks: Tensor) -> tuple[Tensor, Te
     if more_rows or more_columns:
         x, weight = F.pad(x, (0, more_columns)), F.pad(weight, (0, more_columns, 0, more_rows))
         packed_masks = F.pad(packed_masks, (0, 0, 0, 0, 0, more_rows))
-    return _aligned(x), _aligned(weight), _aligned(packed_masks)
+    return aligned(x), aligned(weight), aligned(packed_masks)
 
 
 def _padded_last(tensor: Tensor) -> Tensor:
     """Return a contiguous, 16-byte aligned tensor, its last dimension padded with zeros to a multiple of 8."""
     d = tensor.shape[-1]
-    return _aligned(F.pad(tensor, (0, round_up(d, _MULTIPLE) - d)) if d % _MULTIPLE else tensor)
-
-
-def _aligned(tensor: Tensor) -> Tensor:
-    tensor = tensor.contiguous()
-    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+    return aligned(F.pad(tensor, (0, round_up(d, _MULTIPLE) - d)) if d % _MULTIPLE else tensor)
 
 
 def _offs(given: Given) -> Tensor:

@@ -33,8 +33,9 @@ from ...given import BackwardGiven, Given
 from ...masks import n_masks_of
 from ...sizes import ceil_div, round_up
 from .. import gradients
-from ..gradients import MOST_MASKS_OF_NARROW_TOTALS, Part, Steps
+from ..gradients import MOST_MASKS_OF_NARROW_TOTALS, Part, Steps, with_contiguous_columns
 from ..parameters import addresses
+from .current import current_stream
 from .device import gpu_of
 from .kernels import backward_gemm
 from .kernels import training_steps as steps
@@ -76,10 +77,11 @@ class ForwardTrain:
         if sequence is not None:
             permuted_x = x.new_empty(sequence.workspace_bytes, dtype=torch.uint8) if sequence.workspace_bytes else None
             workspace = 0 if permuted_x is None else permuted_x.data_ptr()
-            sequence(_stream(x), given.addresses(result) | {"partials": partials.data_ptr()}, workspace)
+            pointers = given.addresses(result) | {"partials": partials.data_ptr()}
+            sequence(current_stream(x.device.index), pointers, workspace)
             return result, partials
 
-        x, weight, packed_masks = x.contiguous(), _with_contiguous_columns(weight), _aligned(packed_masks)
+        x, weight, packed_masks = x.contiguous(), with_contiguous_columns(weight), aligned(packed_masks)
         for rows in feature_chunks(tokens, call.n_masks, out_features, call.in_features, FORWARD_CHUNKS):
             outputs = result[:, rows], partials[:, :, rows]
             _products_and_partials(x, weight[rows], packed_masks[rows], call.activation, mask_weights, *outputs)
@@ -104,10 +106,10 @@ class Backward:
     def __call__(self, given: BackwardGiven) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         # Tensors in other layouts are copied to the layouts that the kernels read.
         given = given._replace(
-            grad_output=_with_contiguous_columns(given.grad_output),
+            grad_output=with_contiguous_columns(given.grad_output),
             x=given.x.contiguous(),
-            weight=_with_contiguous_columns(given.weight),
-            packed_masks=_aligned(given.packed_masks),
+            weight=with_contiguous_columns(given.weight),
+            packed_masks=aligned(given.packed_masks),
             partials=given.partials.contiguous(),
         )
         first_terms = self._steps.n_masks + 1
@@ -184,7 +186,7 @@ class _GradX:
 
     def __call__(self, weight: Tensor, pointers: dict[str, int], grad_x: Tensor) -> None:
         flipped = weight.new_empty(self._flipped_shape)
-        stream, address = _stream(grad_x), flipped.data_ptr()
+        stream, address = current_stream(grad_x.device.index), flipped.data_ptr()
         self._flip_signs(stream, pointers | {"out": address})
         self._gemm(stream, pointers | {"flipped": address, "others": 0, "out": grad_x.data_ptr()})
 
@@ -283,7 +285,7 @@ class _WeightGradients:
     def __call__(
         self, x: Tensor, pointers: dict[str, int], grad_weight: Tensor | None, grad_logits: Tensor | None
     ) -> None:
-        stream = _stream(x)
+        stream = current_stream(x.device.index)
         scratch = None if self._is_in_place else x.new_empty(self._products_shape)
         wide = x.new_empty(self._total_shape, dtype=torch.float32) if self._total_is_wide else None
         pointers = pointers | addresses(grad_weight=grad_weight, grad_logits=grad_logits)
@@ -339,19 +341,10 @@ def _products_and_partials(
     steps.partials(products.view(x.shape[0], *flipped.shape[:2]), activation, mask_weights, partials, result)
 
 
-def _stream(on: Tensor) -> int:
-    return torch._C._cuda_getCurrentRawStream(on.device.index)
-
-
-def _with_contiguous_columns(matrix: Tensor) -> Tensor:
-    """Return the matrix, or a copy if the elements of a row are not contiguous. Rows may have any stride."""
-    return matrix if matrix.stride(1) == 1 or matrix.shape[1] == 1 else matrix.contiguous()
-
-
-def _aligned(packed_masks: Tensor) -> Tensor:
-    """Return the packed masks, contiguous and 16-byte aligned; copied if necessary."""
-    packed_masks = packed_masks.contiguous()
-    return packed_masks.clone() if packed_masks.data_ptr() % 16 else packed_masks
+def aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor, contiguous and 16-byte aligned; copied if necessary."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
 def _written_as(dtype: torch.dtype) -> torch.dtype:

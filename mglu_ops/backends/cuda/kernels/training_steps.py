@@ -21,6 +21,7 @@ from torch import Tensor
 from ....activations import ACTIVATIONS
 from ....sizes import ceil_div
 from ...parameters import addresses
+from ..current import current_stream
 from ..device import gpu_of
 from ..driver import Launch
 from ..launch import load_kernel, parameters
@@ -315,7 +316,7 @@ def _code(dtype: torch.dtype | None) -> int:
 
 def _run(launch: Prepared, on: Tensor, **tensors: Tensor | None) -> None:
     """Launch on the current stream of the device of `on`. `tensors` are the kernel's parameters; some may be None."""
-    launch(_stream(on), addresses(**tensors))
+    launch(current_stream(on.device.index), addresses(**tensors))
 
 
 def _is_vector(*tensors: Tensor) -> bool:
@@ -335,10 +336,6 @@ def _is_vector(*tensors: Tensor) -> bool:
 def _warps(rows: int, columns: int, per_thread: int = _OCTET) -> int:
     """The warps of a kernel whose threads each take `per_thread` columns of a row; 0 for an empty matrix."""
     return rows * ceil_div(columns, 32 * per_thread)
-
-
-def _stream(on: Tensor) -> int:
-    return torch._C._cuda_getCurrentRawStream(on.device.index)
 
 
 def _prepare(kernel: str, on: Tensor, macros: Mapping[str, int], warps: int, integers: Mapping[str, int]) -> Prepared:
