@@ -50,7 +50,6 @@ def describe(
         cpu=[platform.machine(), torch.backends.cpu.get_cpu_capability()],
         arch=list(torch.cuda.get_device_capability(device)) if device.type == "cuda" else None,
         backend=backend,
-        calls="nothing" if backend in ("triton", "composite") else "operator",
         embeds_weights=embeds_weights,
         inputs=inputs,
         conditions=conditions,

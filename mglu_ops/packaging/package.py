@@ -126,8 +126,6 @@ class PackageInfo:
         mglu_ops: the version of mglu_ops that made it.
         device: "cpu" or "cuda".
         backend: what runs the layers: "cpu" or "cuda" (the operator), "triton" or "composite" (code in the package).
-        calls: what the package calls for a layer: "operator" (through torch's dispatcher), or "nothing" if the layers
-            are code in the package.
         embeds_weights: True if the tensors are in the package.
         inputs: the model's inputs, flattened.
         conditions: expressions in the symbols of the inputs' sizes. The model branches on them, and the code is correct
@@ -144,7 +142,6 @@ class PackageInfo:
     mglu_ops: str
     device: str
     backend: str
-    calls: str
     embeds_weights: bool
     inputs: list[InputInfo]
     layers: list[LayerInfo]
@@ -163,14 +160,12 @@ class PackageInfo:
 
     def __str__(self) -> str:
         gpu = "" if self.arch is None else f" sm_{self.arch[0]}{self.arch[1]}"
-        needs = {
-            "operator": "needs the operators of mglu_ops: from mglu_ops in Python, from libmglu_ops.so in C++",
-            "nothing": "needs no operator library",
-        }[self.calls]
+        operators = "the operators of mglu_ops: from mglu_ops in Python, from libmglu_ops.so in C++"
+        needs = "no operator library" if self.backend in ("triton", "composite") else operators
         weights = "" if self.embeds_weights else ", weights in a file of their own"
         layers = counted(sum(layer.n_masks > 0 for layer in self.layers), "MGLU layer")
         lines = [f"{self.path}: {layers}, backend {self.backend}, {self.device}{gpu}{weights}"]
-        lines += [f"  torch {self.torch}; {needs}", *(f"  input {entry}" for entry in self.inputs)]
+        lines += [f"  torch {self.torch}; needs {needs}", *(f"  input {entry}" for entry in self.inputs)]
         sizes = ((entry.name, dim, size) for entry in self.inputs for dim, size in enumerate(entry.shape))
         words = {size[2]: f"{name}.shape[{dim}]" for name, dim, size in sizes if not isinstance(size, int)}
         lines += [f"  only where {in_words(condition, words)}" for condition in self.conditions]

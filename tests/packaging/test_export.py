@@ -47,7 +47,7 @@ def test_a_package_agrees_with_its_model(request: pytest.FixtureRequest, fixture
 def test_a_package_with_a_weights_file_agrees_with_its_model(more_packages: Path) -> None:
     bare, x = more_packages / "bare.pt2", inputs(1)
     info = read_info(bare)
-    assert (info.calls, info.embeds_weights, info.inputs[0].shape) == ("operator", False, [1, 64])
+    assert (info.backend, info.embeds_weights, info.inputs[0].shape) == ("cpu", False, [1, 64])
     loaded = mglu_ops.load(bare, weights=more_packages / "weights.pt")
     torch.testing.assert_close(loaded(x), model()(x).detach())
     with pytest.raises(PackageError, match="pass weights="):
@@ -199,7 +199,7 @@ def test_package_holds_packed_masks_and_no_logits(packages: Path) -> None:
 
 def test_a_package_describes_itself(packages: Path) -> None:
     info = read_info(packages / "operator.pt2")
-    assert (info.torch, info.device, info.backend, info.calls) == (torch.__version__, "cpu", "cpu", "operator")
+    assert (info.torch, info.device, info.backend) == (torch.__version__, "cpu", "cpu")
     assert info.layers == [
         LayerInfo(4, 96, 64, "float32", "silu", None),
         LayerInfo(2, 40, 64, "float32", "silu", "float32"),

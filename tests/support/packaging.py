@@ -37,7 +37,6 @@ INFO = PackageInfo(
     mglu_ops.__version__,
     "cpu",
     "cpu",
-    "operator",
     True,
     [InputInfo("x", "float32", [[1, None, "s0"], 64], [0, 1], False, None)],
     [LayerInfo(2, 8, 16, "float32", "silu", None)],
