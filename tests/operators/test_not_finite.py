@@ -12,10 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mglu_ops.backends import cpu
-from mglu_ops.backends.cpu import library
 from mglu_ops.nn import MGLU
 from tests.support.calls import run_on
+from tests.support.cpu import isas
 from tests.support.families import family
 from tests.support.hard_values import assert_right_or_not_finite
 from tests.support.layers import ACTIVATION_NAMES, DTYPES, Layer, make_layer, naive
@@ -29,13 +28,6 @@ def changed(layer: Layer, where: str, value: float) -> Layer:
     tensor = getattr(layer, where).clone()
     tensor[1, -1] = value
     return replace(layer, **{where: tensor})
-
-
-def launches(backend: str, dtype: torch.dtype) -> list[str | None]:
-    """The launches to test: this machine's instruction sets for the backend `cpu`, and None for other backends."""
-    if backend != "cpu":
-        return [None]
-    return [isa for isa in cpu.ISAS if isa != "best" and library.load().supports(isa, dtype)]
 
 
 def check(y: Tensor, layer: Layer) -> None:
@@ -58,7 +50,7 @@ def test_no_nan_is_hidden_and_no_wrong_number_comes_out(backend: str, dtype: tor
             for value in VALUES:
                 wrong = changed(layer, where, value)
                 arguments = (wrong.x, wrong.weight, wrong.packed_masks, activation, wrong.mask_weights)
-                for launch in launches(backend, dtype):
+                for launch in isas(dtype) if backend == "cpu" else (None,):
                     check(run_on(backend, *arguments, launch=launch), wrong)
                 check(naive(wrong.x, wrong.weight, wrong.masks, activation, wrong.mask_weights), wrong)
 

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mglu_ops.backends.cpu import build, library
 from tests.support import layers as s
 from tests.support.budgets import BUDGET, SMALL_DIFFERENCE_ERROR
 from tests.support.calls import run_on
-from tests.support.cpu import run
+from tests.support.cpu import isas, needs_compiler, run
 from tests.support.hard_values import (
     TOKENS,
     assert_loses_no_more_than_naive,
@@ -24,16 +21,6 @@ from tests.support.hard_values import (
 from tests.support.layers import make_layer
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, build.COMPILERS)), reason=f"needs one of {', '.join(build.COMPILERS)}"
-)
-
-
-def isas(dtype: torch.dtype) -> list[str]:
-    """This machine's instruction sets that have kernels for a dtype."""
-    loaded = library.load()
-    assert isinstance(loaded, library.Library), loaded
-    return [isa for isa in library.ISAS if loaded.supports(isa, dtype)]
 
 
 @needs_compiler

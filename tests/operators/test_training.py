@@ -19,6 +19,7 @@ from tests.support.families import family, quick_only_for
 from tests.support.layers import DTYPES, Layer, make_layer
 from tests.support.training_steps import (
     TrainingLayer,
+    assert_as_good_as_naive,
     assert_zero_without_an_expert,
     exact_partials,
     products_of,
@@ -200,16 +201,6 @@ GRADIENTS_FACTOR = {0.1: 2.5, 0.25: NAIVE_FACTOR, 0.5: NAIVE_FACTOR, 0.75: NAIVE
 """Maps the density of masks to the allowed error of gradients, as a multiple of the naive layer's error."""
 
 
-def assert_step_as_good_as_naive(layer: TrainingLayer, factor: float) -> None:
-    """Assert that no error of a training step exceeds `factor` times the naive layer's, or half an epsilon."""
-    found, exact, naive = take_step(layer), layer.in_plain_torch(torch.float64), layer.in_plain_torch(layer.x.dtype)
-    least_naive_error = torch.finfo(layer.x.dtype).eps / 2
-    for name, tensor in found.items():
-        error, naive_error = (relative_error(one, exact[name]) for one in (tensor, naive[name]))
-        allowed = factor * max(naive_error, least_naive_error)
-        assert error <= allowed, f"{layer.activation}, {name}: {error:.3g}, naive {naive_error:.3g}"
-
-
 @pytest.mark.parametrize("density", GRADIENTS_FACTOR)
 @pytest.mark.parametrize("n_masks", quick_only_for([4], [1, 2, 4, 16]))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -217,7 +208,7 @@ def test_errors_of_gradients_are_at_most_a_multiple_of_the_naive_layers(dtype, n
     """float64 is skipped, because the oracle is in float64 itself and has errors as large as the layers'."""
     for activation in ("silu", "relu", "sigmoid", "identity"):
         layer = TrainingLayer.random("cpu", dtype, (40,), 56, 128, n_masks, density=density, activation=activation)
-        assert_step_as_good_as_naive(layer, GRADIENTS_FACTOR[density])
+        assert_as_good_as_naive(take_step(layer), layer, GRADIENTS_FACTOR[density], half_epsilon=True)
 
 
 @pytest.mark.parametrize("density", GRADIENTS_FACTOR)
@@ -225,7 +216,7 @@ def test_errors_of_gradients_are_at_most_a_multiple_of_the_naive_layers(dtype, n
 def test_errors_in_float32_on_gpus_without_fast_float64(n_masks, density, monkeypatch):
     monkeypatch.setattr(formula, "_backward_total_dtype", lambda x: torch.float32)
     layer = TrainingLayer.random("cpu", torch.float32, (96,), 256, 512, n_masks, density=density)
-    assert_step_as_good_as_naive(layer, 2.5)
+    assert_as_good_as_naive(take_step(layer), layer, 2.5, half_epsilon=True)
 
 
 # --- Experts ---------------------------------------------------------------------------------------------------------

@@ -76,5 +76,12 @@ def emulated_library() -> library.Library:
         return build.load_library(library.Library)
 
 
+def isas(dtype: torch.dtype) -> list[str]:
+    """This machine's instruction sets that have kernels for a dtype."""
+    loaded = library.load()
+    assert isinstance(loaded, library.Library), loaded
+    return [isa for isa in library.ISAS if loaded.supports(isa, dtype)]
+
+
 def run(layer: Layer, isa: str = "best") -> Tensor:
     return run_on("cpu", layer.x, layer.weight, layer.packed_masks, layer.activation, layer.mask_weights, launch=isa)
