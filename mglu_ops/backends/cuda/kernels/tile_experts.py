@@ -161,13 +161,15 @@ def least_rows(call: Call, few: ExpertLaunch, gpu: Gpu) -> int:
     """The least rows per expert for which the kernel is faster than `few`, the launch for few rows per expert.
 
     Measured (csrc/cuda/tile_wgmma.md): `decode_mma` loses its lead at 8 rows where its blocks take several waves, and x
-    leaves an SM no room for two of them. It keeps its lead longest if TMA cannot load the masks. In the batch-invariant
-    mode the tiles take any number of rows.
+    leaves an SM no room for two of them, and wherever x is in fp8, in which only the tiles multiply. It keeps its lead
+    longest if TMA cannot load the masks. In the batch-invariant mode the tiles take any number of rows.
     """
     if call.batch_invariant:
         return 1
     if mask_alignment(call.one) < 16:
         return 24
+    if call.activation_format != "dense":
+        return 8
     is_alone = isinstance(few.config, DecodeMma) and few.config.blocks_per_sm == 1
     return 8 if is_alone and tiles_of_sm(call, gpu) > MOST_TILES_OF_ONE_WAVE else 12
 
