@@ -109,6 +109,19 @@ def test_recomputing_keeps_no_activations() -> None:
         assert saved_bytes(recomputing, x.clone()) < activations / 4
 
 
+@pytest.mark.parametrize("weight_learns", [True, False])
+def test_recomputing_experts_with_fixed_masks_keep_no_activations(weight_learns: bool) -> None:
+    ids = torch.randint(2, (40, 2), generator=torch.Generator().manual_seed(0))
+    kept, activations = {}, 2 * 2 * 40 * 64 * 4  # n_masks + 1 tensors of 80 rows
+    for save in (True, False):
+        layer = MGLUExperts(2, 16, 64, learnable_masks=False, save_activations=save)
+        layer.weight.requires_grad_(weight_learns)
+        x = torch.randn(40, 16).requires_grad_()
+        kept[save] = saved_bytes(lambda x, layer=layer: layer(x, ids), x)  # type: ignore[misc] # mypy cannot infer it
+    assert kept[True] > activations
+    assert kept[False] < activations / 4
+
+
 @pytest.mark.parametrize("changed", ["functional_call", "parametrization"])
 @pytest.mark.parametrize("experts", [False, True])
 def test_recomputing_reads_the_tensors_that_forward_has_read(experts: bool, changed: str) -> None:
