@@ -116,8 +116,10 @@ def has_outer_derivative(tensor: Tensor) -> bool:
 
 
 def _has_tangent(arg: Any) -> bool:
-    """True for a tensor with a tangent of forward-mode AD."""
-    return isinstance(arg, Tensor) and forward_ad.unpack_dual(arg, level=0).tangent is not None
+    """True for a tensor with a tangent of forward-mode AD. In a batch of vmap, only the tensor inside can have one."""
+    if not isinstance(arg, Tensor) or torch._C._functorch.is_batchedtensor(arg):
+        return False
+    return forward_ad.unpack_dual(arg, level=0).tangent is not None
 
 
 NO_SECOND_DERIVATIVE = "a second derivative of MGLU is not implemented"

@@ -433,6 +433,15 @@ def test_an_outer_gradient_passes_through_the_value_of_an_inner_one(over):
     torch.testing.assert_close(leaf.grad, expected)
 
 
+@pytest.mark.parametrize("of", NAMES)
+@pytest.mark.parametrize("over", NAMES)
+def test_gradients_inside_of_vmap_equal_a_loop(of, over):
+    """The gradients of each layer of an ensemble, whose layers differ in one input."""
+    gradient = inner(of, over, grad)
+    batch = torch.stack([INPUTS[over], -INPUTS[over]])
+    torch.testing.assert_close(torch.vmap(gradient)(batch), torch.stack([*map(gradient, batch)]))
+
+
 @pytest.mark.parametrize("over", ["x", "weight", "mask_weights"])
 def test_an_outer_gradient_passes_through_the_rows_of_experts(over):
     """Sorting the rows by expert is differentiated by the outer level too."""
