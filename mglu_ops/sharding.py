@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
-from torch.distributed.tensor.experimental import local_map, register_sharding
+from torch.distributed.tensor.experimental import register_sharding
 
 from .formats import FORMATS
 from .given import Given
@@ -301,22 +301,23 @@ def on_local_tensors(run: Callable[[Given], Tensor], given: Given) -> Tensor:
     tensors = given.tensors()
     mesh = next(tensor.device_mesh for tensor in tensors.values() if isinstance(tensor, DTensor))
     ways = [_way(given, dim) for dim in range(mesh.ndim)]
-    if "columns" in ways:
-        _check_blocks(given.weight, given.weight_format, 1)
-    placements, grads = (
-        tuple(
-            [table[way].get(name, _replicate) for way in ways] if isinstance(tensor, DTensor) else None
-            for name, tensor in tensors.items()
-        )
-        for table in (_PLACEMENTS, _GRADIENTS)
-    )
+    if isinstance(given.weight, DTensor):
+        _check_blocks(given.weight._spec, given.weight_format, 1)
 
-    def local(*parts: Tensor) -> Tensor:
-        local_parts: dict[str, Any] = dict(zip(tensors, parts, strict=True))
-        return run(given._replace(**local_parts))
+    def placed(name: str, table: dict[str, dict[str, Placement]]) -> list[Placement]:
+        return [table[way].get(name, _replicate) for way in ways]
 
-    result = [_PLACEMENTS[way].get("result", _replicate) for way in ways]
-    return local_map(local, result, placements, grads, mesh, redistribute_inputs=True)(*tensors.values())
+    local: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            if list(tensor.placements) != placed(name, _PLACEMENTS):
+                tensor = tensor.redistribute(placements=placed(name, _PLACEMENTS))
+            local[name] = tensor.to_local(grad_placements=placed(name, _GRADIENTS))
+    result = run(given._replace(**local))
+    # Give the shape, because ranks may hold different numbers of tokens or columns.
+    shape = torch.Size((*given.leading, given.out_features))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(result, mesh, placed("result", _PLACEMENTS), run_check=False, shape=shape, stride=stride)
 
 
 def _way(given: Given, dim: int) -> str:
