@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from ..given import as_rows
@@ -157,10 +156,7 @@ class MGLUExperts(_Experts, MGLU):
         weight, logits, masks, scale = self._tensors()
         stored = self.on_rank(weight), self.on_rank(logits), self.on_rank(masks), self.on_rank(scale)
         given = (as_rows(self.on_rank(x)), weights, as_rows(expert_ids), *stored)
-        if self.save_activations or not torch.is_grad_enabled():
-            y = self._route(*given)
-        else:  # as in MGLU
-            y = checkpoint(self._route, *given, use_reentrant=False, preserve_rng_state=False)
+        y = self._run(self._route, *given)
         return y.view(*expert_ids.shape, y.shape[-1])
 
     def _route(

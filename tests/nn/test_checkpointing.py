@@ -96,6 +96,21 @@ def test_recomputing_runs_forward_twice_and_gives_the_same_bits(runs, backend, o
     assert_equal(found[False], found[True])
 
 
+@each_kind_of_masks
+def test_recomputing_layers_have_gradients_of_torch_func(options: dict[str, Any]) -> None:
+    layer, x = MGLU(16, 12, n_masks=3, save_activations=False, **options), torch.randn(2, 5, 16)
+    expected = gradients(layer, layer, x)
+    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    grad_output = torch.linspace(-1, 1, 120).view(2, 5, 12)
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (torch.func.functional_call(layer, parameters, (x,)) * grad_output).sum()
+
+    of_parameters, of_x = torch.func.grad(loss, argnums=(0, 1))(parameters, x)
+    del expected["result"]
+    torch.testing.assert_close({"x": of_x, **of_parameters}, expected)
+
+
 def test_recomputing_keeps_no_activations() -> None:
     """A layer that saves activations keeps at least n_masks + 1 tensors of the result's size.
 
