@@ -122,7 +122,10 @@ def _has_tangent(arg: Any) -> bool:
     return forward_ad.unpack_dual(arg, level=0).tangent is not None
 
 
-NO_SECOND_DERIVATIVE = "a second derivative of MGLU is not implemented"
+NO_SECOND_DERIVATIVE = (
+    "a second derivative of MGLU is not implemented. torch.compile asks for it also if compiled code returns a "
+    "gradient of torch.func and parameters require gradients: call that code under torch.no_grad(), or detach them"
+)
 _VIEW_TRACKING = DispatchKeySet(DispatchKey.ADInplaceOrView)
 
 
