@@ -76,8 +76,8 @@ expert without rows are zeros too. offs must ascend; otherwise the results are u
 replays with new ids or offs. A warning names the exceptions: float64, no Triton, or a GPU below compute
 capability 8.0.
 
-**Gradients.** `experts_forward`, which is for inference, has gradients of x and mask_weights only. The other operators
-over experts have gradients of every floating argument; to have a gradient, a weight must be dense.
+**Gradients.** All operators over experts have gradients of every floating argument. To have a gradient, a weight must
+be dense. Under autograd, `experts_forward` sorts its rows by expert and runs `grouped_forward_train`.
 
 The operators are registered with `torch.library.Library`, because a call costs three times as much with `@custom_op`.
 This module names no backend and no kernel: `dispatch` chooses them. DTensor's sharding rules are in `sharding`, and the
@@ -115,7 +115,6 @@ from .registering import (
     names_of,
     needs_gradient,
     no_view_tracking,
-    outer_gradients,
     register_autocast,
     vmap_loop,
     without_autograd,
@@ -419,7 +418,7 @@ class _Layer(torch.autograd.Function):
             if offs is None
             else (grouped_forward_train, pack_expert_logits, grouped_forward_ste)
         )
-        with torch._C._AutoDispatchBelowAutograd(), no_view_tracking(), outer_gradients():
+        with torch._C._AutoDispatchBelowAutograd(), no_view_tracking():
             if mask_logits is not None:
                 checks.check_ste(given)
                 packed_masks = pack(mask_logits)
@@ -472,7 +471,7 @@ class _Down(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
         given = DownGiven(*args)
-        with torch._C._AutoDispatchBelowAutograd(), no_view_tracking(), outer_gradients():
+        with torch._C._AutoDispatchBelowAutograd(), no_view_tracking():
             result = experts_down(*args)
         y, *others = given[:5]
         _, needs_weight, _, needs_expert_weights, *_ = ctx.needs_input_grad
@@ -515,11 +514,6 @@ def _differentiable(given: Given) -> tuple[Tensor, Tensor, Tensor]:
 
 def _sorted_by_expert(given: Given) -> Tensor:
     """Compute `experts_forward` from operators that autograd can differentiate. The tensors may be DTensors."""
-    if given.weight.requires_grad:
-        raise ValueError(
-            "weight: got a tensor that requires a gradient, which mglu::experts_forward does not compute: sort the "
-            "tokens by expert and call mglu::grouped_forward or mglu::grouped_forward_ste"
-        )
     if not any(type(tensor).__name__ == "DTensor" for tensor in given.tensors().values()):
         return _by_sorted_rows(given)
     from .sharding import on_local_tensors  # `sharding` imports torch.distributed.tensor

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from functools import cache, wraps
 from typing import Any
 
@@ -107,20 +106,6 @@ def _refuse_jagged(cls: type, op: Any, types: Any, args: Sequence[Any], kwargs: 
 # --- Gradients ------------------------------------------------------------------------------------------------------
 
 
-def outer_gradients() -> AbstractContextManager[None]:
-    """Enable gradients and tangents inside `Function.forward` under functorch transforms.
-
-    Autograd disables them there, but outer levels of the transforms must record the operators that are called.
-    """
-    return _gradients_and_tangents() if torch._C._are_functorch_transforms_active() else nullcontext()
-
-
-@contextmanager
-def _gradients_and_tangents() -> Iterator[None]:
-    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-        yield
-
-
 def has_outer_derivative(tensor: Tensor) -> bool:
     """True if an outer level of functorch transforms, or autograd outside of them, differentiates by a tensor."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
@@ -131,11 +116,16 @@ def has_outer_derivative(tensor: Tensor) -> bool:
 
 
 def _has_tangent(arg: Any) -> bool:
-    """True for a tensor with a tangent of forward-mode AD."""
-    return isinstance(arg, Tensor) and forward_ad.unpack_dual(arg, level=0).tangent is not None
+    """True for a tensor with a tangent of forward-mode AD. In a batch of vmap, only the tensor inside can have one."""
+    if not isinstance(arg, Tensor) or torch._C._functorch.is_batchedtensor(arg):
+        return False
+    return forward_ad.unpack_dual(arg, level=0).tangent is not None
 
 
-NO_SECOND_DERIVATIVE = "a second derivative of MGLU is not implemented"
+NO_SECOND_DERIVATIVE = (
+    "a second derivative of MGLU is not implemented. torch.compile asks for it also if compiled code returns a "
+    "gradient of torch.func and parameters require gradients: call that code under torch.no_grad(), or detach them"
+)
 _VIEW_TRACKING = DispatchKeySet(DispatchKey.ADInplaceOrView)
 
 
@@ -161,8 +151,13 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 @cache
 def _for_one_level(function: type[torch.autograd.Function]) -> Any:
-    methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward")}
-    return type(function.__name__, (_SingleLevelFunction,), methods)
+    def forward(*args: Any) -> Any:
+        # Autograd disables gradients and tangents here, but outer levels must record the operators that are called.
+        with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+            return function.forward(*args)
+
+    methods = {name: method for name, method in vars(function).items() if isinstance(method, staticmethod)}
+    return type(function.__name__, (_SingleLevelFunction,), methods | {"forward": staticmethod(forward)})
 
 
 def needs_gradient(*args: Any) -> bool:
@@ -216,7 +211,7 @@ def last_derivative(op: Any) -> type[torch.autograd.Function]:
     class LastDerivative(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
-            with torch._C._AutoDispatchBelowAutograd(), outer_gradients():
+            with torch._C._AutoDispatchBelowAutograd():
                 return op(*args)
 
         @staticmethod

@@ -87,4 +87,4 @@ class GatherRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (inverse,) = ctx.saved_tensors
         grad = grad[inverse]
-        return grad if ctx.sizes[1] == 1 else grad.unflatten(0, ctx.sizes).sum(1), None, None, None
+        return grad if ctx.sizes[1] == 1 else grad.view(*ctx.sizes, *grad.shape[1:]).sum(1), None, None, None

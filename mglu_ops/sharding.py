@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
-from torch.distributed.tensor.experimental import local_map, register_sharding
+from torch.distributed.tensor.experimental import register_sharding
 
 from .formats import FORMATS
 from .given import OPERATORS, Given
@@ -171,20 +171,22 @@ def on_local_tensors(run: Callable[[Given], Tensor], given: Given) -> Tensor:
     shardings = [_present_sharding(given, dim) for dim in range(mesh.ndim)]
     if isinstance(given.weight, DTensor):
         _check_blocks(given.weight._spec, given.weight_format)
-    placements, grads = (
-        tuple(
-            [of_tensors.get(name, _replicate) for of_tensors in tables] if isinstance(tensor, DTensor) else None
-            for name, tensor in tensors.items()
-        )
-        for tables in zip(*shardings, strict=True)
-    )
 
-    def local(*parts: Tensor) -> Tensor:
-        local_parts: dict[str, Any] = dict(zip(tensors, parts, strict=True))
-        return run(given._replace(**local_parts))
+    def placements(name: str) -> list[Placement]:
+        return [one.placements.get(name, _replicate) for one in shardings]
 
-    result = [sharding.placements.get("result", _replicate) for sharding in shardings]
-    return local_map(local, result, placements, grads, mesh, redistribute_inputs=True)(*tensors.values())
+    local: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, DTensor):
+            if list(tensor.placements) != placements(name):
+                tensor = tensor.redistribute(placements=placements(name))
+            gradients = [one.gradients.get(name, _replicate) for one in shardings]
+            local[name] = tensor.to_local(grad_placements=gradients)
+    result = run(given._replace(**local))
+    # Give the shape, because ranks may hold different numbers of tokens or columns.
+    shape = torch.Size((*given.leading, given.out_features))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(result, mesh, placements("result"), run_check=False, shape=shape, stride=stride)
 
 
 def _present_sharding(given: Given, dim: int) -> Sharding:

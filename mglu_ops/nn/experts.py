@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from .. import ops
 from ..given import as_rows
@@ -153,24 +152,14 @@ class MGLUExperts(_Experts, MGLU):
         """
         self.check_inputs(x, expert_ids)
         mask_weights = self.on_rank(self.mask_weights(x))
-        rows, ids = as_rows(self.on_rank(x)), as_rows(expert_ids)
         weights = None if mask_weights is None else as_rows(mask_weights)
-        weight, *masks, scale = self._tensors()
-        weight, scale = self.on_rank(weight), self.on_rank(scale)
-        mask_logits, packed_masks = map(self.on_rank, masks)
-        if packed_masks is not None and not (torch.is_grad_enabled() and self.weight.requires_grad):
-            weights = None if weights is None else weights.unsqueeze(1).expand(-1, ids.shape[1], -1)
-            given = (rows, weight, packed_masks, ids, self.activation, weights)
-            y = ops.experts_forward(*given, scale, self.weight_format, self.activation_format)
-        else:
-            tensors = (rows, weights, ids, weight, mask_logits, packed_masks, scale)
-            if self.save_activations or not torch.is_grad_enabled():
-                y = self._sorted(*tensors)
-            else:  # as in MGLU
-                y = checkpoint(self._sorted, *tensors, use_reentrant=False, preserve_rng_state=False)
+        weight, logits, masks, scale = self._tensors()
+        stored = self.on_rank(weight), self.on_rank(logits), self.on_rank(masks), self.on_rank(scale)
+        given = (as_rows(self.on_rank(x)), weights, as_rows(expert_ids), *stored)
+        y = self._run(self._route, *given)
         return y.view(*expert_ids.shape, y.shape[-1])
 
-    def _sorted(
+    def _route(
         self,
         x: Tensor,
         mask_weights: Tensor | None,
@@ -180,18 +169,14 @@ class MGLUExperts(_Experts, MGLU):
         packed_masks: Tensor | None,
         scale: Tensor | None,
     ) -> Tensor:
-        """Compute the result `[tokens * K, out_features]` from rows of x that are sorted by expert.
-
-        Unlike `ops.experts_forward`, the operators for sorted rows have the gradients of weights and masks.
-        """
+        """Compute the result, `[tokens, K, out_features]` or `[tokens * K, out_features]`."""
+        if packed_masks is not None:
+            weights = None if mask_weights is None else mask_weights.unsqueeze(1).expand(-1, expert_ids.shape[1], -1)
+            given = (x, weight, packed_masks, expert_ids, self.activation, weights)
+            return ops.experts_forward(*given, scale, self.weight_format, self.activation_format)
         rows = SortedRows(expert_ids, weight.shape[0])
-        x, offs = rows.of_tokens(x), rows.offs
         weights = None if mask_weights is None else rows.of_tokens(mask_weights)
-        if packed_masks is None:
-            y, _ = ops.grouped_forward_ste(x, weight, mask_logits, offs, self.activation, weights)
-        else:
-            given = (x, weight, packed_masks, offs, self.activation, weights)
-            y = ops.grouped_forward(*given, scale, self.weight_format, self.activation_format)
+        y, _ = ops.grouped_forward_ste(rows.of_tokens(x), weight, mask_logits, rows.offs, self.activation, weights)
         return rows.put_back(y)
 
 

@@ -31,7 +31,7 @@ def gate_ratio(packed_masks: Tensor, in_features: int) -> Tensor:
         ValueError: the shape does not fit `in_features`.
     """
     check_layout(packed_masks, in_features)
-    return count_ones(packed_masks) / (packed_masks.shape[0] * in_features)
+    return _fraction(count_ones(packed_masks), packed_masks, in_features)
 
 
 def mask_agreement(packed_masks: Tensor, in_features: int) -> Tensor:
@@ -57,7 +57,7 @@ def mask_agreement(packed_masks: Tensor, in_features: int) -> Tensor:
         for sign in (1, -1):
             differing.diagonal(sign * shift).copy_(inside)
             differing.diagonal(sign * (shift - n_masks)).copy_(around)
-    return 1 - differing / (packed_masks.shape[0] * in_features)
+    return 1 - _fraction(differing, packed_masks, in_features)
 
 
 def flip_ratio(before: Tensor, packed_masks: Tensor, in_features: int) -> Tensor:
@@ -78,7 +78,12 @@ def flip_ratio(before: Tensor, packed_masks: Tensor, in_features: int) -> Tensor
         raise ValueError(
             f"before: got shape {list(before.shape)}, must be that of packed_masks, {list(packed_masks.shape)}"
         )
-    return count_ones(before ^ packed_masks) / (packed_masks.shape[0] * in_features)
+    return _fraction(count_ones(before ^ packed_masks), packed_masks, in_features)
+
+
+def _fraction(bits: Tensor, packed_masks: Tensor, in_features: int) -> Tensor:
+    """Divide numbers of bits by the bits of a mask, in float32: torch divides integers in its default dtype."""
+    return bits.float() / (packed_masks.shape[0] * in_features)
 
 
 class MaskStatistics:
@@ -190,7 +195,7 @@ def _masks_of_module(module: MaskedLinear) -> _Masks:
 def _masks_of_logits(owner: nn.Module, name: str) -> _Masks:
     logits = value_now(owner, name).detach()
     packed_masks = packed_logits(logits.unsqueeze(0) if logits.dim() == 2 else logits)
-    return _Masks(_as_one(whole(packed_masks)), logits.shape[-1], whole(logits.isnan().sum()) / logits.numel())
+    return _Masks(_as_one(whole(packed_masks)), logits.shape[-1], whole(logits.isnan().sum()).float() / logits.numel())
 
 
 def _as_one(packed_masks: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -61,7 +62,8 @@ class MGLU(MaskedLinear):
             backward pass. If False, only x is kept, and the backward pass computes the forward pass again, which adds
             n_masks + 1 matrix products to the 3 (n_masks + 1) of a training step. The gradients are the same bit for
             bit. If the weight or the masks were written to meanwhile, autograd raises an error. The router is not
-            recomputed. The attribute of this name may be changed at any time.
+            recomputed. In the gradient transforms of `torch.func`, activations are kept. The attribute of this name may
+            be changed at any time.
         device: device of parameters and buffers; on `meta`, call `to_empty` and `reset_parameters` before use.
         dtype: dtype of a dense weight, mask_logits and router: float16, bfloat16, float32 or float64.
 
@@ -184,13 +186,18 @@ class MGLU(MaskedLinear):
         self.check_input(x)
         if self.packed_masks is not None:
             check_masks_in_use(self, self.packed_masks)
-        mask_weights = self.mask_weights(x)
-        if self.save_activations or not torch.is_grad_enabled():
-            return self._project(x, mask_weights, *self._tensors())
-        # Backward recomputes from the tensors that are passed here, whatever the module holds then. The operator draws
-        # no random numbers, so the generator's state need not be kept.
-        tensors = (x, mask_weights, *self._tensors())
-        return checkpoint(self._project, *tensors, use_reentrant=False, preserve_rng_state=False)
+        return self._run(self._project, x, self.mask_weights(x), *self._tensors())
+
+    def _run(self, function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+        """Call a function of tensors. Unless activations are saved, backward calls it again.
+
+        Backward recomputes from the tensors that are passed here, whatever the module holds then. The operators draw no
+        random numbers, so the generator's state need not be kept.
+        """
+        if self.save_activations or not torch.is_grad_enabled() or _are_hooks_disabled():
+            return function(*tensors)
+        result: Tensor = checkpoint(function, *tensors, use_reentrant=False, preserve_rng_state=False)
+        return result
 
     def _tensors(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         return self.weight, self.mask_logits, self.packed_masks, self.weight_scale
@@ -213,3 +220,10 @@ class MGLU(MaskedLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, save_activations={self.save_activations}"
+
+
+def _are_hooks_disabled() -> bool:
+    """True in the gradient transforms of `torch.func`, which do not allow the hooks that a checkpoint needs."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None

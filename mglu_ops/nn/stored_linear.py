@@ -177,13 +177,16 @@ class StoredLinear(nn.Module):
             param._local_tensor = shard.as_subclass(_Shard)  # type: ignore[union-attr]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Apply methods such as `to` and `half`, which may move a stored weight and its scales but not convert them."""
-        stored = () if self.weight_format == "dense" else tuple(self._stored())
+        """Apply methods such as `to` and `half`, which may move what a format defines but not convert it.
+
+        These are scales, and all tensors that are not numbers in a dtype of x: stored weights and packed masks.
+        """
+        scales = () if self.weight_format == "dense" else tuple(self._scales())
 
         def keep_dtype(tensor: Tensor) -> Tensor:
             result = fn(tensor)
-            is_converted = result.dtype != tensor.dtype and any(tensor is one for one in stored)
-            return tensor.to(result.device) if is_converted else result
+            is_kept = tensor.dtype not in FLOATING or any(tensor is one for one in scales)
+            return tensor.to(result.device) if is_kept and result.dtype != tensor.dtype else result
 
         shards = [name for name in ("weight", SCALE) if _is_shard(self._parameters.get(name))]
         super()._apply(keep_dtype, recurse)
@@ -192,15 +195,14 @@ class StoredLinear(nn.Module):
             self._as_shard(name)
         return self
 
-    def _stored(self) -> Iterator[Tensor]:
-        """The stored weight and its scales, or the tensors from which a parametrization computes them."""
-        chosen = get_format(self.weight_format)
-        for name, dtype in (("weight", chosen.dtype), (SCALE, chosen.scale_dtype)):
-            if parametrize.is_parametrized(self, name):
-                originals = self.parametrizations[name].named_parameters(recurse=False)  # type: ignore[union-attr,index]
-                yield from (one for _, one in originals if one.dtype is dtype)
-            elif (own := self._parameters.get(name)) is not None:
-                yield own
+    def _scales(self) -> Iterator[Tensor]:
+        """The scales of the stored weight, or the tensors from which a parametrization computes them."""
+        dtype = get_format(self.weight_format).scale_dtype
+        if parametrize.is_parametrized(self, SCALE):
+            originals = self.parametrizations[SCALE].parameters(recurse=False)  # type: ignore[union-attr,index]
+            yield from (one for one in originals if one.dtype is dtype)
+        elif (own := self._parameters.get(SCALE)) is not None:
+            yield own
 
     @property
     def leading(self) -> tuple[int, ...]:

@@ -96,6 +96,21 @@ def test_recomputing_runs_forward_twice_and_gives_the_same_bits(runs, backend, o
     assert_equal(found[False], found[True])
 
 
+@each_kind_of_masks
+def test_recomputing_layers_have_gradients_of_torch_func(options: dict[str, Any]) -> None:
+    layer, x = MGLU(16, 12, n_masks=3, save_activations=False, **options), torch.randn(2, 5, 16)
+    expected = gradients(layer, layer, x)
+    parameters = {name: parameter.detach() for name, parameter in layer.named_parameters()}
+    grad_output = torch.linspace(-1, 1, 120).view(2, 5, 12)
+
+    def loss(parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (torch.func.functional_call(layer, parameters, (x,)) * grad_output).sum()
+
+    of_parameters, of_x = torch.func.grad(loss, argnums=(0, 1))(parameters, x)
+    del expected["result"]
+    torch.testing.assert_close({"x": of_x, **of_parameters}, expected)
+
+
 def test_recomputing_keeps_no_activations() -> None:
     """A layer that saves activations keeps at least n_masks + 1 tensors of the result's size.
 
@@ -107,6 +122,19 @@ def test_recomputing_keeps_no_activations() -> None:
         activations = 4 * 40 * 64 * 4
         assert saved_bytes(saving, x.clone()) > activations
         assert saved_bytes(recomputing, x.clone()) < activations / 4
+
+
+@pytest.mark.parametrize("weight_learns", [True, False])
+def test_recomputing_experts_with_fixed_masks_keep_no_activations(weight_learns: bool) -> None:
+    ids = torch.randint(2, (40, 2), generator=torch.Generator().manual_seed(0))
+    kept, activations = {}, 2 * 2 * 40 * 64 * 4  # n_masks + 1 tensors of 80 rows
+    for save in (True, False):
+        layer = MGLUExperts(2, 16, 64, learnable_masks=False, save_activations=save)
+        layer.weight.requires_grad_(weight_learns)
+        x = torch.randn(40, 16).requires_grad_()
+        kept[save] = saved_bytes(lambda x, layer=layer: layer(x, ids), x)  # type: ignore[misc] # mypy cannot infer it
+    assert kept[True] > activations
+    assert kept[False] < activations / 4
 
 
 @pytest.mark.parametrize("changed", ["functional_call", "parametrization"])

@@ -54,6 +54,26 @@ def test_ratios_equal_those_from_unpacked_masks(n_masks, d, h, density, is_conti
         torch.testing.assert_close(value.double(), exact, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_ratios_are_float32_for_any_default_dtype_of_torch(default: torch.dtype) -> None:
+    layer = MGLU(37, 24, n_masks=5)
+    packed, before = pack(random_masks(5, 24, 37)), pack(random_masks(5, 24, 37, 1))
+
+    def every() -> tuple[dict[str, float], tuple[Tensor, ...]]:
+        ratios = gate_ratio(packed, 37), mask_agreement(packed, 37), flip_ratio(before, packed, 37)
+        return MaskStatistics(layer).update(), ratios
+
+    (numbers, ratios), default_before = every(), torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        found, found_ratios = every()
+    finally:
+        torch.set_default_dtype(default_before)
+    assert found == numbers
+    assert all(torch.equal(a, b) for a, b in zip(found_ratios, ratios, strict=True))
+    assert {one.dtype for one in found_ratios} == {torch.float32}
+
+
 def test_every_byte_is_counted() -> None:
     every = torch.arange(256, dtype=torch.uint8)
     for index in range(256):

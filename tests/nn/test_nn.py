@@ -236,6 +236,10 @@ def test_packed_masks_stay_bytes_when_the_dtype_changes(kind):
     assert layer.packed_masks.dtype is torch.uint8
     assert layer(torch.randn(2, 19, dtype=torch.bfloat16)).dtype is torch.bfloat16
     assert layer.double()(torch.randn(2, 19, dtype=torch.float64)).dtype is torch.float64
+    layer.type(torch.float16)  # which converts all buffers of other modules, also integers
+    assert {p.dtype for p in layer.parameters()} == {torch.float16}
+    assert torch.equal(layer.packed_masks, packed)
+    assert layer.packed_masks.dtype is torch.uint8
 
 
 @each_kind

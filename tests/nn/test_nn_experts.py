@@ -125,6 +125,33 @@ def test_rows_of_no_expert_are_never_read(learnable_masks):
         torch.testing.assert_close(freeze(layer)(x, ids), got["y"])
 
 
+@learned_or_fixed
+def test_transforms_of_torch_func(learnable_masks):
+    """An ensemble of layers under vmap, and Jacobians, which are batches of gradients."""
+    layers = [MGLUExperts(3, 9, 4, n_masks=2, learnable_masks=learnable_masks) for _ in range(2)]
+    x, ids = torch.randn(5, 9), torch.tensor([[0, 1], [2, 2], [1, -1], [0, 3], [2, 1]])
+    parameters, buffers = torch.func.stack_module_state(layers)
+
+    def call(parameters, buffers):
+        return torch.func.functional_call(layers[0], (parameters, buffers), (x, ids))
+
+    together = torch.vmap(call)(parameters, buffers)
+    together.square().sum().backward()
+    for i, layer in enumerate(layers):
+        result = layer(x, ids)
+        result.square().sum().backward()
+        torch.testing.assert_close(together[i], result)
+        for name, parameter in layer.named_parameters():
+            torch.testing.assert_close(parameters[name].grad[i], parameter.grad)
+
+    def of_x(x):
+        return layers[0](x, ids).sum(0)
+
+    expected = torch.autograd.functional.jacobian(of_x, x)
+    torch.testing.assert_close(torch.autograd.functional.jacobian(of_x, x, vectorize=True), expected)
+    torch.testing.assert_close(torch.func.jacrev(of_x)(x), expected)
+
+
 def test_training_follows_the_loop_over_experts():
     """Three AdamW steps with the recommended parameter groups, in which the router learns too."""
     losses = []

@@ -255,7 +255,7 @@ FOR_INFERENCE = r"must be called under torch\.no_grad\(\) or detached, because a
         ("forward:fp8_row:fp8_token", "mask_weights", FOR_INFERENCE),
         *((f"{op}:fp8_row", "weight_scale", "weight_format='fp8_row'") for op in ("forward", "grouped_forward")),
         ("forward:fp8_row", "weight", "weight_format='fp8_row'"),
-        ("experts_forward", "weight", "sort the tokens by expert and call mglu::grouped_forward"),
+        ("experts_forward:fp8_row", "weight", "weight_format='fp8_row'"),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", "meta"])

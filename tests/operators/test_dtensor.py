@@ -263,6 +263,15 @@ def _experts(ranks: Ranks) -> None:
         "experts": ({"weight": Shard(0), "packed_masks": Shard(0)}, None, {}),
     }
     _check_experts(ranks, mglu.experts_forward.default, given | {"mask_weights": mask_weights}, ways)
+    learned = {"x": x.nan_to_num(), "weight": weight, "mask_weights": mask_weights.double().nan_to_num()}
+    of_rows = {"x": sum_of_ranks, "weight": Shard(1), "mask_weights": sum_of_ranks}
+    of_tokens = {"x": Shard(0), "weight": sum_of_ranks, "mask_weights": Shard(0)}
+    for tokens in (6, 5, 1):  # the ranks hold different numbers of 5 tokens, and the second has none of 1
+        some = {name: tensor if name == "weight" else tensor[:tokens] for name, tensor in learned.items()}
+        some = {name: tensor.detach().requires_grad_() for name, tensor in some.items()}
+        some |= {"packed_masks": packed_masks, "expert_ids": expert_ids[:tokens]}
+        ways = {"rows": (by_row, Shard(2), of_rows), "tokens": (by_token, Shard(0), of_tokens)}
+        _check_experts(ranks, mglu.experts_forward.default, some, ways)
 
     rows = {"x": x.nan_to_num(), "weight": weight, "mask_weights": mask_weights[:, 0].double().nan_to_num()}
     rows = {name: tensor.requires_grad_() for name, tensor in rows.items()}

@@ -122,15 +122,16 @@ def test_packing_of_experts_packs_each(dtype: torch.dtype, layout: str) -> None:
 
 
 @pytest.mark.parametrize("weight_format", FORMATS)
-def test_experts_forward_has_gradients_of_x_and_mask_weights(weight_format: str) -> None:
+def test_experts_forward_has_the_gradients_of_each_experts_layer(weight_format: str) -> None:
     options = {"loads": "some out of range", "weighted": True, "weight_format": weight_format}
     layer = make_layer((9,), routing="ids", **options)
-    x, weights = leaf(layer.x), leaf(layer.mask_weights)
-    layer = layer.with_(x=x, mask_weights=weights)
+    names = ("x", "mask_weights", "weight") if weight_format == "dense" else ("x", "mask_weights")
+    leaves = {name: leaf(getattr(layer, name)) for name in names}
+    layer = layer.with_(**leaves)
     found, expected = layer.forward(), layer.in_parts(Layer.forward, torch.float32)
     grad = torch.randn(found.shape, generator=torch.Generator().manual_seed(0))
-    wanted = torch.autograd.grad(expected, (x, weights), grad)
-    torch.testing.assert_close(torch.autograd.grad(found, (x, weights), grad), wanted)
+    wanted = torch.autograd.grad(expected, tuple(leaves.values()), grad)
+    torch.testing.assert_close(torch.autograd.grad(found, tuple(leaves.values()), grad), wanted)
 
 
 @pytest.mark.parametrize("loads", sample(LOADS, 3))

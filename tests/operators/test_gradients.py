@@ -246,11 +246,13 @@ def test_autocast_gives_the_gradients_of_the_naive_layer():
 
 LAYER = make_layer(dtype=torch.float64)
 EXPERTS = make_layer((6,), routing="offs", dtype=torch.float64)
+ROUTED = make_layer((6,), routing="ids", weighted=True, dtype=torch.float64)
 FUNCTIONS = {
     "forward": (lambda weight: forward(LAYER.x, weight, LAYER.packed_masks), LAYER.weight),
     "forward_ste": (lambda weight: forward_ste(LAYER.x, weight, LAYER.logits)[0], LAYER.weight),
     "grouped_forward": (lambda weight: EXPERTS.with_(weight=weight).forward(), EXPERTS.weight),
     "grouped_forward_ste": (lambda weight: EXPERTS.with_(weight=weight).result_of("forward_ste")[0], EXPERTS.weight),
+    "experts_forward": (lambda weight: ROUTED.with_(weight=weight).forward(), ROUTED.weight),
 }
 forward_of_weight, _ = FUNCTIONS["forward"]
 each_op = pytest.mark.parametrize("op", FUNCTIONS)
@@ -370,20 +372,36 @@ def test_jacrev_equals_the_oracles():
     torch.testing.assert_close(jacrev(forward_of_weight)(LAYER.weight), exact)
 
 
-def test_per_sample_gradients_equal_a_loop():
+@pytest.mark.parametrize("layer", [LAYER, ROUTED], ids=["layer", "experts"])
+def test_per_sample_gradients_equal_a_loop(layer):
     def loss(weight: Tensor, x: Tensor) -> Tensor:
-        return forward(x, weight, LAYER.packed_masks).square().sum()
+        return layer.with_(x=x, weight=weight).forward().square().sum()
 
-    each = torch.vmap(grad(loss), (None, 0))(LAYER.weight, LAYER.x)
-    for i, x in enumerate(LAYER.x):
-        torch.testing.assert_close(each[i], grad(loss)(LAYER.weight, x))
+    samples = torch.stack([layer.x, -layer.x])
+    each = torch.vmap(grad(loss), (None, 0))(layer.weight, samples)
+    for i, x in enumerate(samples):
+        torch.testing.assert_close(each[i], grad(loss)(layer.weight, x))
 
 
-def test_gradients_through_vmap_equal_a_loop():
-    weights = torch.stack([LAYER.weight, -LAYER.weight]).requires_grad_()
-    torch.vmap(forward_of_weight)(weights).sum().backward()
+@each_op
+def test_gradients_through_vmap_equal_a_loop(op):
+    function, weight = FUNCTIONS[op]
+    weights = torch.stack([weight, -weight]).requires_grad_()
+    torch.vmap(function)(weights).sum().backward()
     for i in range(2):
-        torch.testing.assert_close(weights.grad[i], grad(total)(weights[i].detach()))
+        torch.testing.assert_close(weights.grad[i], grad(lambda one: function(one).sum())(weights[i].detach()))
+
+
+@each_op
+def test_a_batch_of_gradients_equals_a_loop(op):
+    """As `torch.autograd.functional.jacobian(vectorize=True)` computes them."""
+    function, weight = FUNCTIONS[op]
+    leaf = weight.clone().requires_grad_()
+    result = function(leaf)
+    each = torch.randn(3, *result.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    (batch,) = torch.autograd.grad(result, leaf, each, is_grads_batched=True, retain_graph=True)
+    for found, one in zip(batch, each, strict=True):
+        torch.testing.assert_close(found, torch.autograd.grad(result, leaf, one, retain_graph=True)[0])
 
 
 WEIGHTED = make_layer((3,), 6, 4, 2, dtype=torch.float64, weighted=True)
@@ -413,6 +431,30 @@ def test_an_outer_gradient_passes_through_the_value_of_an_inner_one(over):
     leaf = INPUTS[over].clone().requires_grad_()  # autograd outside of the transforms
     value(leaf).backward()
     torch.testing.assert_close(leaf.grad, expected)
+
+
+@pytest.mark.parametrize("of", NAMES)
+@pytest.mark.parametrize("over", NAMES)
+def test_gradients_inside_of_vmap_equal_a_loop(of, over):
+    """The gradients of each layer of an ensemble, whose layers differ in one input."""
+    gradient = inner(of, over, grad)
+    batch = torch.stack([INPUTS[over], -INPUTS[over]])
+    torch.testing.assert_close(torch.vmap(gradient)(batch), torch.stack([*map(gradient, batch)]))
+
+
+@pytest.mark.parametrize("over", ["x", "weight", "mask_weights"])
+def test_an_outer_gradient_passes_through_the_rows_of_experts(over):
+    """Sorting the rows by expert is differentiated by the outer level too."""
+
+    def value(changed: Tensor, inner_over: str) -> Tensor:
+        layer = ROUTED.with_(**{over: changed})
+        loss = torch.func.grad_and_value(lambda one: layer.with_(**{inner_over: one}).forward().sin().sum())
+        return loss(getattr(layer, inner_over))[1]
+
+    changed = getattr(ROUTED, over)
+    expected = grad(lambda one: ROUTED.with_(**{over: one}).forward().sin().sum())(changed)
+    for inner_over in ("x", "weight", "mask_weights"):
+        torch.testing.assert_close(grad(value)(changed, inner_over), expected)
 
 
 @pytest.mark.parametrize("of", NAMES)

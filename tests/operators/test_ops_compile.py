@@ -302,6 +302,12 @@ def test_functions_transformed_by_torch_func_compile(transform):
     }[transform]
     compiled = torch.compile(lambda w, x: transformed(w, x), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(layer.weight, layer.x), transformed(layer.weight, layer.x))
+    if transform != "vmap":  # torch.compile traces the derivative of results that require a gradient
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"call that code under torch\.no_grad\(\)"):
+            compiled(leaf(layer.weight), layer.x)
+        with torch.no_grad():
+            found = compiled(leaf(layer.weight), layer.x)
+        torch.testing.assert_close(found, transformed(layer.weight, layer.x))
 
 
 @pytest.mark.parametrize("leading", [(5,), (), (0,), (2, 3)])
