@@ -17,8 +17,10 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ from torch import Tensor, nn
 from mglu_ops.formats import get_format
 
 PROMPT, NEW_TOKENS = 16, 128
-"""Tokens of a prompt before decoding, and steps that are timed."""
+"""Tokens of a prompt before decoding, and of each sequence that is decoded."""
 PROMPTS = (8, 1024)
 """Number and length of the prompts of `prompts`, for which one step has room."""
 PROMPT_ROUNDS = 3
@@ -147,20 +149,31 @@ def generate(llm: Any, prompts: Sequence[Any], new_tokens: int | Sequence[int]) 
 
 
 def time_decoding(llm: Any, sequences: int, rounds: int) -> list[float]:
-    """The times of a step for this number of sequences.
+    """The times of a step for this number of sequences, one for each round.
+
+    It is the median time between the results of two steps, over the middle half of all steps: in the first ones, vLLM
+    may still take in prompts, and in the last ones some sequences may have ended.
 
     Raises:
         ValueError: all tokens are the same, as they are if the logits are NaN.
     """
-    prompts = random_prompts([PROMPT] * sequences)
+    prompts, engine = random_prompts([PROMPT] * sequences), llm.llm_engine
     generate(llm, prompts, 4)
-    times = []
+    times, step = [], engine.step
     for _ in range(rounds):
-        first, _ = generate(llm, prompts, 1)
-        every, tokens = generate(llm, prompts, 1 + NEW_TOKENS)
+        ends: list[float] = []
+
+        def timed() -> Any:
+            result = step()
+            ends.append(time.perf_counter())  # noqa: B023 (called in this round only)
+            return result
+
+        with patch.object(engine, "step", timed):
+            _, tokens = generate(llm, prompts, NEW_TOKENS)
         if len(tokens) < 2:
             raise ValueError(f"vLLM: got only the token {tokens}, as from logits that are NaN")
-        times.append((every - first) / NEW_TOKENS)
+        middle = ends[len(ends) // 4 : len(ends) * 3 // 4]
+        times.append(1e6 * statistics.median(after - before for before, after in pairwise(middle)))
     return times
 
 

@@ -60,7 +60,8 @@ GRACE = 15.0
 """Seconds in which an engine may end by itself."""
 PROTOCOL = (
     f"vLLM's class LLM with dummy weights, random masks, {', '.join(f'{k}={v}' for k, v in ENGINE.items())}; tokens "
-    f"sampled at temperature 1; decode: us a step, of {NEW_TOKENS} after prompts of {PROMPT} tokens; prompts: us for "
+    f"sampled at temperature 1; decode: us a step, the median between the results of two steps in the middle half of "
+    f"{NEW_TOKENS}, after prompts of {PROMPT} tokens; prompts: us for "
     f"{PROMPTS[0]} x {PROMPTS[1]} tokens; mixed: us for {REQUESTS} requests; wall-clock time of calls, median over all "
     "calls in all starts of an engine; a process for each start, variants in turns, other engines idle; fp8: "
     "quantization=fp8 of vLLM, where SwiMGLU has fp8_row; fp8_row: only the weight of MGLU, and down projections of "

@@ -177,13 +177,15 @@ class FakeLLM:
     """vLLM's `LLM`, which generates as many tokens as each request asks for."""
 
     def __init__(self, folder: str, **options: Any) -> None:
-        self.options, self.calls = options, []
+        self.options, self.calls, self.llm_engine = options, [], SimpleNamespace(step=lambda: [])
 
     def apply_model(self, function: Any) -> list[Any]:
         return [function(nn.Module())]
 
     def generate(self, prompts: list[Any], sampling: list[Any], use_tqdm: bool) -> list[Any]:
         self.calls.append((len(prompts), [one.max_tokens for one in sampling]))
+        for _ in range(max(one.max_tokens for one in sampling)):
+            self.llm_engine.step()
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=list(range(one.max_tokens)))]) for one in sampling]
 
 
@@ -213,12 +215,19 @@ def test_a_process_answers_each_line_of_its_input(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("vllm")
-def test_the_time_of_a_step_leaves_out_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = FakeLLM("")
-    times = iter([0.0, 0.0, *(0.0, 1.0, 1.0, 3.0)])  # warm-up, then one token and all tokens
-    monkeypatch.setattr(engine.time, "perf_counter", lambda: next(times))
-    assert engine.time_decoding(llm, 2, 1) == [1e6 / engine.NEW_TOKENS]
-    assert llm.calls == [(2, [n] * 2) for n in (4, 1, 1 + engine.NEW_TOKENS)]
+def test_the_time_of_a_step_leaves_out_prompts_and_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, clock, quarter = FakeLLM(""), SimpleNamespace(now=0.0), engine.NEW_TOKENS // 4
+    warm_up, prompts, end = [1.0] * 4, [9.0] * quarter, [0.5] * quarter
+    steps = iter([*warm_up, *prompts, *[3.0] * (quarter + 2), *[70.0] * (quarter - 2), *end])
+
+    def step() -> None:
+        clock.now += next(steps)
+
+    llm.llm_engine.step = step
+    monkeypatch.setattr(engine.time, "perf_counter", lambda: clock.now)
+    assert engine.time_decoding(llm, 2, 1) == [3e6]
+    assert llm.calls == [(2, [n] * 2) for n in (4, engine.NEW_TOKENS)]
+    assert llm.llm_engine.step is step
 
 
 @pytest.mark.usefixtures("vllm")
@@ -298,11 +307,14 @@ def SamplingParams(**options):
 class LLM:
     def __init__(self, folder, hangs):
         time.sleep(1000 * hangs)
+        self.llm_engine = SimpleNamespace(step=lambda: [])
 
     def apply_model(self, function):
         return [function(torch.nn.Module())]
 
     def generate(self, prompts, sampling, use_tqdm):
+        for _ in range(max(one.max_tokens for one in sampling)):
+            self.llm_engine.step()
         return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=range(one.max_tokens))]) for one in sampling]
 """
 
