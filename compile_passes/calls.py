@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from .shapes import example, submodule
-from .symbols import is_inplace_name
+from .symbols import is_as_its_class, is_inplace_name
 
 _TORCH = ("torch", "_operator", "math")  # modules whose functions only call operators, with the exceptions below
 
@@ -160,8 +160,8 @@ def as_function(node: Node) -> Callable[..., Any]:
         return node.target
     assert node.graph.owning_module is not None
     module = node.graph.owning_module.get_submodule(str(node.target))
-    if not type(module).__module__.startswith("torch.nn"):
-        raise ValueError("a module of another library may do anything")
+    if not type(module).__module__.startswith("torch.nn") or not is_as_its_class(module):
+        raise ValueError("a module of another library may do anything, and so may hooks")
     tensors = (*module.named_parameters(), *module.named_buffers())
     state = {name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for name, t in tensors}
     return lambda *args, **kwargs: torch.func.functional_call(module, state, args, kwargs)

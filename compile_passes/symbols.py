@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import nn
 from torch.fx import Node
+from torch.nn.modules.module import _has_any_global_hook
 
 _mglu = torch.ops.mglu
 
@@ -393,12 +394,18 @@ def _call_of_module(node: Node) -> Call | None:
     root = node.graph.owning_module
     module = None if root is None else root.get_submodule(str(node.target))
     symbol = _MODULES.get(type(module))  # type: ignore[arg-type] # None is in no table
-    if symbol is None or getattr(module, "inplace", False):
+    if module is None or symbol is None or getattr(module, "inplace", False) or not is_as_its_class(module):
         return None
     signature = _TABLE["clone" if symbol == "alias" else getattr(F, symbol)][0][1]
     names = (parameter.names[0] for parameter in signature.parameters)
     options = {name: getattr(module, name) for name in names if hasattr(module, name)}
     return _bind(symbol, signature, node.args, {**node.kwargs, **options})
+
+
+def is_as_its_class(module: nn.Module) -> bool:
+    """True if calling a module runs the `forward` of its class and nothing else, such as hooks."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return not any(hooks) and not _has_any_global_hook() and "forward" not in vars(module)
 
 
 def _out_of_place(target: Any) -> Any:

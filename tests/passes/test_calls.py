@@ -170,6 +170,12 @@ def test_effect_of_a_module(module: nn.Module, effect: Effect) -> None:
     assert effect_of(call("module", "a", op="call_module", root=nn.ModuleDict({"module": module}))) == effect
 
 
+def test_a_module_with_a_hook_may_do_anything() -> None:
+    module = nn.ReLU()
+    module.register_forward_hook(lambda module, args, result: torch.rand_like(result))
+    assert effect_of(call("module", "a", op="call_module", root=nn.ModuleDict({"module": module}))) == UNKNOWN
+
+
 def test_the_guards_of_an_exported_program_have_no_effect() -> None:
     root = nn.ModuleDict({"_guards_fn": body(lambda a: a.neg_())})
     assert effect_of(call("_guards_fn", "a", op="call_module", root=root)) == NONE
