@@ -141,11 +141,16 @@ def fake_copy(mode: FakeTensorMode, value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A number; for a symbolic number, its value during tracing. Sizes that depend on data (unbacked) become 5."""
+    """A number; for a symbolic number, its value during tracing. Sizes that depend on data (unbacked) become 5.
+
+    A condition on such sizes becomes True, because it may be the condition of an assertion.
+    """
     if isinstance(value, (int, float)):
         return value
     if value.node.hint is not None:
         return value.node.hint
+    if value.node.pytype is bool:
+        return True
     env = value.node.shape_env
     known = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
     return value.node.pytype(value.node.expr.xreplace({s: known.get(s, 5) for s in value.node.expr.free_symbols}))
