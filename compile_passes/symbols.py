@@ -247,6 +247,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "sum", reduction, _elementwise("sum")
     yield "mean", reduction, _elementwise("mean")
     yield "unsqueeze", "input, dim", _elementwise("unsqueeze")
+    yield "squeeze", "input, dim", _elementwise("squeeze")
     yield "expand", "input, *sizes", ("expand", *_aten("expand"))
     yield "repeat", "input, *sizes", ("repeat", *_aten("repeat"))
     yield "repeat_interleave", "input, repeats, dim=None, -output_size", _elementwise("repeat_interleave")
@@ -260,6 +261,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "flatten", "input, start_dim=0, end_dim=-1", _elementwise("flatten")
     yield "unflatten", "input, dim, -sizes", _elementwise("unflatten")
     yield "reshape", "input, *shape|size", (torch.reshape, "reshape", "view", *_aten("reshape", "view"))
+    yield "reshape_as", _TWO, ("reshape_as", "view_as", *_aten("reshape_as", "view_as"))
     yield "getattr", "input, name", (getattr,)
     yield "size", "...", ("size", "dim", *_aten("sym_size"))
     yield "assert_metadata", "input|a, ...", _aten("_assert_tensor_metadata")
@@ -305,6 +307,14 @@ for _symbol, _text, _targets in _spellings():
     _ORDER.setdefault(_symbol, _signature.read)
     for _target in dict.fromkeys(_targets):
         _TABLE.setdefault(_target, []).append((_symbol, _signature))
+
+REARRANGES = frozenset(
+    (
+        *("reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "t", "mT", "transpose", "permute"),
+        *("getattr", "getitem", "select", "slice", "narrow", "expand", "expand_as", "repeat", "repeat_interleave"),
+    )
+)
+"""Symbols of calls that only move, repeat or drop elements of their first argument."""
 
 READS_NO_VALUES = frozenset({"zeros", "ones", "full", "empty", "random_like", "size", "assert_metadata"})
 """Symbols of calls that read only the shape, dtype or device of their arguments."""
