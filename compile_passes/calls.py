@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from .shapes import example, submodule
-from .symbols import is_inplace_name
+from .symbols import is_as_its_class, is_inplace_name
 
 _TORCH = ("torch", "_operator", "math")  # modules whose functions only call operators, with the exceptions below
 
@@ -141,11 +141,16 @@ def fake_copy(mode: FakeTensorMode, value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A number; for a symbolic number, its value during tracing. Sizes that depend on data (unbacked) become 5."""
+    """A number; for a symbolic number, its value during tracing. Sizes that depend on data (unbacked) become 5.
+
+    A condition on such sizes becomes True, because it may be the condition of an assertion.
+    """
     if isinstance(value, (int, float)):
         return value
     if value.node.hint is not None:
         return value.node.hint
+    if value.node.pytype is bool:
+        return True
     env = value.node.shape_env
     known = env.backed_var_to_val if hasattr(env, "backed_var_to_val") else env.var_to_val
     return value.node.pytype(value.node.expr.xreplace({s: known.get(s, 5) for s in value.node.expr.free_symbols}))
@@ -160,8 +165,8 @@ def as_function(node: Node) -> Callable[..., Any]:
         return node.target
     assert node.graph.owning_module is not None
     module = node.graph.owning_module.get_submodule(str(node.target))
-    if not type(module).__module__.startswith("torch.nn"):
-        raise ValueError("a module of another library may do anything")
+    if not type(module).__module__.startswith("torch.nn") or not is_as_its_class(module):
+        raise ValueError("a module of another library may do anything, and so may hooks")
     tensors = (*module.named_parameters(), *module.named_buffers())
     state = {name: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for name, t in tensors}
     return lambda *args, **kwargs: torch.func.functional_call(module, state, args, kwargs)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hashlib
 from collections import ChainMap
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -104,9 +104,12 @@ class Evaluation(Recogniser):
                     continue
                 if value is not None and self._keeps_precision(node, value):
                     self.looked_through.update(self._looking)
-                    if isinstance(value, Binary) and requires_grad(node) and not any(value.slope):
-                        return replace(value, zero_gradient=True)
-                    return value
+                    if not isinstance(value, Binary) or not requires_grad(node) or any(value.slope):
+                        return value
+                    # Autograd passes a gradient of zeros through a node such as `round(m)`. So the node is a mask of
+                    # its own: the operator gives it a gradient, from which autograd makes the zeros.
+                    proof, rounding = value.mask.proof, value.mask.rounding
+                    return self.new_mask(node, proof, rounding=rounding) if value.is_mask else None
         return otherwise(node)
 
     def _keeps_precision(self, node: Node, value: Value) -> bool:

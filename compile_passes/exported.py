@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import operator
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mglu_ops.tensors import bytes_of
 
-from .calls import as_function, storage_of
+from .calls import as_function, bodies_of, storage_of, tensors_in
 from .fusion import FusionError, fuse_graph
 from .memory import STORAGE, Memory
 from .prepare import inline_no_grad
@@ -65,6 +65,7 @@ def fuse_exported(
         ValueError: under `assume_binary`, if masks that are computed from constants hold values other than 0 and 1.
     """
     report = FusionReport() if report is None else report
+    program = _with_layers_in_one_graph(program)
     with torch._C._DisableAutocast():  # an autocast of the caller would round the constants
         folder = _Folder(program)
         graph = folder.graph
@@ -90,6 +91,23 @@ def fuse_exported(
             if is_packed[position]:
                 report.fused[number] = replace(report.fused[number], packed=WHEN_EXPORTED)
         return folder.program()
+
+
+def _with_layers_in_one_graph(program: ExportedProgram) -> ExportedProgram:
+    """The program itself, or if a block of autocast contains layers, an equal program with casts instead of blocks.
+
+    The body of such a block is a graph of its own, where masks are no constants.
+    """
+    found, graph = FusionReport(), _Folder(program).graph
+    for call in graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_autocast):
+        for body in filter(None, bodies_of(call)):
+            fuse_graph(body.graph, found)
+    if not (found.fused or found.missed or found.present):
+        return program
+    with ExitStack() as stack:  # an autocast of the caller would add its casts
+        for device in {value.device.type for value in tensors_in([*program.state_dict.values()])}:
+            stack.enter_context(torch.autocast(device, enabled=False))
+        return program.run_decompositions({})
 
 
 def layers_of(graph: Graph) -> list[Node]:

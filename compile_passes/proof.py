@@ -272,13 +272,6 @@ def _check_gradients(site: Site, masks: Sequence[tuple[Mask, bool]]) -> bool:
         Refusal: only some masks are trained, or the masks would receive a different gradient from the operator than
             from the program.
     """
-    factors = [projection.factor for projection in site.projections if projection.factor is not None]
-    if any(factor.zero_gradient for factor in factors) and requires_grad(site.root):
-        raise Refusal(
-            "autograd passes a gradient of zeros through a mask (round, sign and bernoulli have one), where the "
-            "operator passes none, so an optimizer would treat its logits otherwise; detach the mask, or make it "
-            "straight-through"
-        )
     trained = [_trains(site, term) for term in site.terms]
     for (mask, _), carries in zip(masks, trained, strict=True):
         if carries and mask.proof is None:

@@ -97,12 +97,11 @@ class Recogniser:
         *,
         rounding: float,
         same_as: tuple[Hashable, ...] | None = None,
-        trained: bool = False,
         inverted: bool = False,
         doubt: str = "",
         logits: Node | None = None,
     ) -> Binary:
-        """The value of a node that holds a new mask.
+        """The value of a node that holds a new mask. If the node requires a gradient, so does the mask.
 
         Args:
             node: the node.
@@ -110,12 +109,12 @@ class Recogniser:
             rounding: the machine epsilon of the rounding errors in the mask and in its operands (`Mask.rounding`).
             same_as: the operation and the keys of its operands, if other nodes may hold the same mask. The shape, dtype
                 and device of the node become part of the key.
-            trained: True if the mask has a gradient, which flows through the node.
             inverted: True if the node holds the complement of the mask.
             doubt: why an unproved mask may not be binary.
             logits: a node such that the mask is `logits > 0`.
         """
         key = self.key(node) if same_as is None else self._identity(node, "mask", same_as)
+        trained = requires_grad(node)
         carrier = Carrier(node, self.key(node)) if trained else None
         mask = Mask(node, key, proof, carrier, doubt=doubt, inverted=inverted, logits=logits, rounding=rounding)
         return Binary(mask, at=(1, 0) if inverted else (0, 1), slope=(1, 1) if trained else (0, 0))
@@ -166,7 +165,7 @@ class Recogniser:
 
     def unproved(self, node: Node) -> Binary:
         """The value of a tensor that is used like a mask although nothing proves that it is binary."""
-        return self.new_mask(node, None, rounding=0, trained=requires_grad(node))
+        return self.new_mask(node, None, rounding=0)
 
     def as_weighted(self, argument: Any) -> Weighted | None:
         """An argument as a weight, masked or not; None if it cannot be a weight.

@@ -148,11 +148,14 @@ def dimension(argument: Any, tensor: Any) -> int | None:
 def slice_of(node: Any) -> tuple[Node, int, int] | None:
     """`(tensor, dim, index)` if `node` selects one index of a dimension, in any spelling; else None."""
     call = as_call(node)
-    if call is None or call.symbol not in ("select", "getitem"):
+    if call is None or call.symbol not in ("select", "getitem", "squeeze"):
         return None
     if call.symbol == "select":
         return _slice(*call.args)
     base, index = call.args
+    if call.symbol == "squeeze":
+        dim = dimension(index, base)
+        return None if dim is None or size(base, dim) != 1 else (base, dim, 0)
     inner = as_call(base)
     if inner is not None and inner.symbol == "unbind":
         base, dim = inner.args

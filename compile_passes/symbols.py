@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 (the field's name)
 from torch import nn
 from torch.fx import Node
+from torch.nn.modules.module import _has_any_global_hook
 
 _mglu = torch.ops.mglu
 
@@ -246,6 +247,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "sum", reduction, _elementwise("sum")
     yield "mean", reduction, _elementwise("mean")
     yield "unsqueeze", "input, dim", _elementwise("unsqueeze")
+    yield "squeeze", "input, dim", _elementwise("squeeze")
     yield "expand", "input, *sizes", ("expand", *_aten("expand"))
     yield "repeat", "input, *sizes", ("repeat", *_aten("repeat"))
     yield "repeat_interleave", "input, repeats, dim=None, -output_size", _elementwise("repeat_interleave")
@@ -259,6 +261,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "flatten", "input, start_dim=0, end_dim=-1", _elementwise("flatten")
     yield "unflatten", "input, dim, -sizes", _elementwise("unflatten")
     yield "reshape", "input, *shape|size", (torch.reshape, "reshape", "view", *_aten("reshape", "view"))
+    yield "reshape_as", _TWO, ("reshape_as", "view_as", *_aten("reshape_as", "view_as"))
     yield "getattr", "input, name", (getattr,)
     yield "size", "...", ("size", "dim", *_aten("sym_size"))
     yield "assert_metadata", "input|a, ...", _aten("_assert_tensor_metadata")
@@ -304,6 +307,14 @@ for _symbol, _text, _targets in _spellings():
     _ORDER.setdefault(_symbol, _signature.read)
     for _target in dict.fromkeys(_targets):
         _TABLE.setdefault(_target, []).append((_symbol, _signature))
+
+REARRANGES = frozenset(
+    (
+        *("reshape", "reshape_as", "flatten", "unflatten", "squeeze", "unsqueeze", "t", "mT", "transpose", "permute"),
+        *("getattr", "getitem", "select", "slice", "narrow", "expand", "expand_as", "repeat", "repeat_interleave"),
+    )
+)
+"""Symbols of calls that only move, repeat or drop elements of their first argument."""
 
 READS_NO_VALUES = frozenset({"zeros", "ones", "full", "empty", "random_like", "size", "assert_metadata"})
 """Symbols of calls that read only the shape, dtype or device of their arguments."""
@@ -393,12 +404,18 @@ def _call_of_module(node: Node) -> Call | None:
     root = node.graph.owning_module
     module = None if root is None else root.get_submodule(str(node.target))
     symbol = _MODULES.get(type(module))  # type: ignore[arg-type] # None is in no table
-    if symbol is None or getattr(module, "inplace", False):
+    if module is None or symbol is None or getattr(module, "inplace", False) or not is_as_its_class(module):
         return None
     signature = _TABLE["clone" if symbol == "alias" else getattr(F, symbol)][0][1]
     names = (parameter.names[0] for parameter in signature.parameters)
     options = {name: getattr(module, name) for name in names if hasattr(module, name)}
     return _bind(symbol, signature, node.args, {**node.kwargs, **options})
+
+
+def is_as_its_class(module: nn.Module) -> bool:
+    """True if calling a module runs the `forward` of its class and nothing else, such as hooks."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return not any(hooks) and not _has_any_global_hook() and "forward" not in vars(module)
 
 
 def _out_of_place(target: Any) -> Any:

@@ -93,7 +93,6 @@ class Binary:
     mask: Mask
     at: Pair = (0, 1)  # f(0) and f(1)
     slope: Pair = (0, 0)  # f'(0) and f'(1)
-    zero_gradient: bool = False  # True if autograd passes a gradient of zeros through f, as through `round`
 
     def is_gate(self, sign: int) -> bool:
         """True if f is M itself (`sign` 1) or its complement (`sign` -1)."""
@@ -321,7 +320,7 @@ def combine(a: Binary | None, b: Binary | None, sign: float) -> Binary | None:
         return None
     at = (a.at[0] + sign * b.at[0], a.at[1] + sign * b.at[1])
     slope = (a.slope[0] + sign * b.slope[0], a.slope[1] + sign * b.slope[1])
-    return Binary(mask, at, slope, a.zero_gradient or b.zero_gradient)
+    return Binary(mask, at, slope)
 
 
 def multiply(a: Binary, b: Binary) -> Binary | None:
@@ -331,4 +330,4 @@ def multiply(a: Binary, b: Binary) -> Binary | None:
         return None
     at = (a.at[0] * b.at[0], a.at[1] * b.at[1])
     slope = (a.slope[0] * b.at[0] + a.at[0] * b.slope[0], a.slope[1] * b.at[1] + a.at[1] * b.slope[1])
-    return Binary(mask, at, slope, a.zero_gradient or b.zero_gradient)
+    return Binary(mask, at, slope)

@@ -34,16 +34,14 @@ from .recognise import Recogniser
 from .report import line
 from .shapes import dtype_of, example, has_one_element, holds, requires_grad, same_shape, tensor_example
 from .sites import Refusal
-from .symbols import as_call, symbol_of
+from .symbols import REARRANGES, as_call, symbol_of
 from .values import Number
 
 _CASTS = frozenset({"to", "alias", "detach"})
 _RESHAPES = frozenset({"reshape", "flatten", "unflatten"})  # calls that keep the order of the elements
 
-_VIEWS = frozenset({"unsqueeze", "getitem", "select", "slice", "narrow", "t", "mT", "transpose", "permute"})
-_REPEATS = frozenset({"expand", "expand_as", "repeat", "repeat_interleave"})
-_SPREADS = _CASTS | _RESHAPES | _VIEWS | _REPEATS
-"""Symbols of calls that only move, repeat or cast the elements of their first argument."""
+_SPREADS = _CASTS | REARRANGES
+"""Symbols of calls that only move, repeat, drop or cast elements of their first argument."""
 
 _ARITHMETIC = frozenset({"and", "rshift", "floor_divide", "rounded_div", "remainder", "add", "sub"})
 """Symbols of calls that, with a number as the second argument, unpack 4 bits of a byte or shift their range."""

@@ -71,7 +71,7 @@ def each(value: Value, function: Callable[[Value], Value]) -> Value:
     return function(value)
 
 
-@rule("getitem", "select", "narrow", "slice")
+@rule("getitem", "select", "squeeze", "narrow", "slice")
 def part_of_a_bundle(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """One item or several adjacent items of a bundle, taken by an index, a slice, `unbind`, `chunk` or `split`."""
     found = slice_of(node)

@@ -13,7 +13,7 @@ from .. import shapes
 from ..pointwise import Operand, Result, as_dtype, evaluate
 from ..recognise import Recogniser
 from ..shapes import dimension, dtype_of, has_shape, holds, requires_grad, same_shape, slice_of, tensor_example
-from ..symbols import Call
+from ..symbols import REARRANGES, Call
 from ..values import Binary, Levels, Mask, Number, Scalar, Value, binary_at, merge, opposite, slice_key
 from ..view import View
 from .base import bundle, rule
@@ -78,20 +78,17 @@ def _of_terms(recogniser: Recogniser, node: Node, terms: Sequence[_Term]) -> Val
     hard = recogniser.value(source)
     if isinstance(hard, Levels) and factor == 1 and same_shape(node, source):
         return hard  # not binary, and a site that uses it as a mask is refused for this reason
-    if factor != 1 or not isinstance(hard, Binary) or not hard.is_mask or hard.mask.carrier is not None:
-        return None
-    if not same_shape(node, source):
+    if factor != 1 or not isinstance(hard, Binary) or not hard.is_mask or not same_shape(node, source):
         return None
     dtype = dtype_of(node)
     rounding = torch.finfo(dtype).eps if dtype is not None and dtype.is_floating_point else 0.0
-    if not differentiable or not requires_grad(node):
+    if not requires_grad(node):
         return replace(hard, slope=(0, 0), mask=replace(hard.mask, rounding=max(rounding, hard.mask.rounding)))
-    (slope, soft), *others = differentiable
-    if others or slope != 1:
-        return None
     # If `hard` is a complement, as `logits >= 0` is of `0 > logits`, make it a mask of its own.
     mask = opposite(hard.mask) if hard.is_gate(-1) else hard.mask
-    logits = soft if _is_positive(recogniser, mask, soft) else None
+    # The gradient of the sum goes to the logits unchanged if no other term has a gradient.
+    slopes, softs = zip(*differentiable, strict=True) if differentiable else ((), ())
+    logits = softs[0] if slopes == (1,) and _is_positive(recogniser, mask, softs[0]) else None
     return recogniser.straight_through(mask, node, logits, rounding)
 
 
@@ -292,7 +289,7 @@ def filled(recogniser: Recogniser, node: Node, call: Call) -> Value:
 # --- Stacks ----------------------------------------------------------------------------------------------------------
 
 
-@rule("getitem", "select")
+@rule("getitem", "select", "squeeze")
 def slice_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`masks[i]`: one mask of a stack."""
     found = slice_of(node)
@@ -405,9 +402,9 @@ def _bounds(recogniser: Recogniser, argument: Any) -> tuple[Number, Number] | No
     call, dtype = recogniser.through(argument), dtype_of(argument)
     if call is None or dtype is None:
         return None
-    if call.symbol == "sigmoid":
+    if call.symbol in ("sigmoid", "hardsigmoid"):
         return 0, 1
-    if call.symbol == "clamp":
+    if call.symbol in ("clamp", "hardtanh"):
         low, high = (as_dtype(n, dtype) if isinstance(n, (int, float)) else None for n in call.args[1:])
         return None if low is None or high is None else (low, high)
     # A function is monotone, so that its values at the bounds are its bounds, if it reads one tensor once. `t * t` and
@@ -433,7 +430,7 @@ def one_hot_with_a_gradient(recogniser: Recogniser, node: Node, call: Call) -> V
     dtype = dtype_of(node)
     if dtype is None:
         return None
-    return recogniser.new_mask(node, "values", rounding=torch.finfo(dtype).eps, trained=requires_grad(node))
+    return recogniser.new_mask(node, "values", rounding=torch.finfo(dtype).eps)
 
 
 @rule("scatter", "index_fill", "index_put", "setitem")
@@ -486,32 +483,32 @@ def result_of_a_function(recogniser: Recogniser, node: Node, call: Call) -> Valu
     view.discard()
     if not isinstance(hard, Binary) or not hard.is_mask or hard.mask.proof is None:
         return None
-    return recogniser.new_mask(node, "autograd.Function", rounding=hard.mask.rounding, trained=requires_grad(node))
+    return recogniser.new_mask(node, "autograd.Function", rounding=hard.mask.rounding)
 
 
 # --- Rearranged masks ------------------------------------------------------------------------------------------------
 
 
-@rule(
-    *("reshape", "flatten", "unflatten", "unsqueeze", "expand", "repeat", "t", "mT", "transpose", "permute", "getattr"),
-    *("getitem", "select", "slice", "narrow"),
-)
+@rule(*REARRANGES)
 def rearranged(recogniser: Recogniser, node: Node, call: Call) -> Value:
-    """`bits.reshape(d, h)` and `m.t()`: a mask, or the complement of one, with the elements in another order."""
+    """`bits.reshape(d, h)` and `m.t()`: a mask, or the complement of one, with the elements in another order.
+
+    A tensor of few values, such as `zeros_like(logits).view(-1, 4)`, keeps its values.
+    """
     source, *how = call.args
     symbol, found = call.symbol, slice_of(node)
     if found is not None:  # all spellings of a slice, including `unbind`, are one symbol
         source, *how = found
         symbol = "select"
     value = recogniser.value(source)
+    if dtype_of(node) != dtype_of(source):  # `view(dtype)` reinterprets the bytes
+        return None
+    if isinstance(value, (Scalar, Levels)):
+        return value
     if not isinstance(value, Binary) or not value.is_mask or value.mask.proof is None:
         return None
-    inverted = value.is_gate(-1)
-    carries = requires_grad(node) and any(value.slope)
-    # A changed dtype means `view(dtype)`, which reinterprets the bytes.
-    if not call.is_whole or (carries and inverted) or dtype_of(node) != dtype_of(source):
-        return None
+    inverted, proof, rounding = value.is_gate(-1), value.mask.proof, value.mask.rounding
+    if not call.is_whole or (inverted and requires_grad(node)):  # no other node holds the same mask or its complement
+        return recogniser.new_mask(node, proof, rounding=rounding)
     moved = (symbol, recogniser.key(how), value.mask.key)
-    proof, rounding = value.mask.proof, value.mask.rounding
-    made = recogniser.new_mask(node, proof, rounding=rounding, same_as=moved, trained=carries, inverted=inverted)
-    return replace(made, slope=value.slope if carries else (0, 0))
+    return recogniser.new_mask(node, proof, rounding=rounding, same_as=moved, inverted=inverted)

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compile_passes.calls import NONE, Effect, Watcher
 from compile_passes.memory import effect_of_bodies
@@ -168,6 +169,19 @@ def body(function: Callable[[Tensor], Any]) -> GraphModule:
 )
 def test_effect_of_a_module(module: nn.Module, effect: Effect) -> None:
     assert effect_of(call("module", "a", op="call_module", root=nn.ModuleDict({"module": module}))) == effect
+
+
+def test_an_assertion_about_a_size_that_depends_on_data_holds() -> None:
+    condition = Graph().placeholder("condition")
+    condition.meta["example_value"] = ShapeEnv().create_unbacked_symint() <= 4
+    node = condition.graph.call_function(torch.ops.aten._assert_scalar.default, (condition, "too many"))
+    assert effect_of(node) == NONE
+
+
+def test_a_module_with_a_hook_may_do_anything() -> None:
+    module = nn.ReLU()
+    module.register_forward_hook(lambda module, args, result: torch.rand_like(result))
+    assert effect_of(call("module", "a", op="call_module", root=nn.ModuleDict({"module": module}))) == UNKNOWN
 
 
 def test_the_guards_of_an_exported_program_have_no_effect() -> None:

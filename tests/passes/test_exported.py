@@ -126,6 +126,47 @@ def test_autocast_around_the_pass_does_not_change_constants() -> None:
     torch.testing.assert_close(fused.module()(x), module(x), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("around", [False, True])
+def test_layers_in_a_block_of_autocast(around: bool) -> None:
+    source = "with torch.autocast('cpu', torch.bfloat16): y = gated(x, w, (l > 0).float()) + gated(x, w, ste(o)); y + 1"
+    module = OfSource(source, w=parameter(6, 20), l=parameter(6, 20), o=parameter(6, 20))
+    program, x = export(module, torch.randn(5, 20)), torch.randn(7, 20)
+    with torch.autocast("cpu", torch.float16, enabled=around):
+        fused = fuse_exported(program, strict=True)
+    assert operators(fused) == ["mglu.forward.default"]
+    assert set(fused.state_dict) == {"packed_masks", "fused_weight"}
+    for run in (fused.module(), saved_and_loaded(fused).module()):
+        assert run(x).dtype is torch.bfloat16
+        torch.testing.assert_close(run(x), module(x), rtol=0.05, atol=0.05)
+
+
+class InAutocast(nn.Sequential):
+    """Layers that run in a block of autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
+@pytest.mark.parametrize("cls", [MGLU, NaiveMGLU])
+def test_modules_in_a_block_of_autocast(cls: type) -> None:
+    module, x = InAutocast(cls(20, 24, n_masks=2), nn.Linear(24, 20)), torch.randn(7, 20)
+    fused = fuse_exported(export(module, torch.randn(5, 20)), strict=True)
+    assert operators(fused) == ["mglu.forward.default"]
+    assert "packed_masks" in fused.state_dict, "bodies do not record which module makes a node"
+    assert "0.mask_logits" not in fused.state_dict
+    torch.testing.assert_close(fused.module()(x), module(x), rtol=0.05, atol=0.05)
+
+
+def test_a_block_of_autocast_without_a_layer_is_kept() -> None:
+    module = OfSource(
+        "with torch.autocast('cpu', torch.bfloat16): y = linear(x, v); gated(x, w, l > 0, l <= 0) + y.float()",
+        **{name: parameter(6, 20) for name in "vwl"},
+    )
+    program = export(module, torch.randn(5, 20))
+    assert "wrap_with_autocast" in str(fuse_exported(program, strict=True).graph)
+
+
 def test_shared_masks_are_packed_once() -> None:
     layer = NaiveMGLU(12, 12, n_masks=2)
     module = nn.Sequential(layer, layer)

@@ -74,6 +74,9 @@ PROGRAMS: dict[tuple[str | None, str | None], tuple[str, ...]] = {
     (None, None): (
         "two(torch.clamp(x, min=0), x.clamp(0, None), w * m, w * ~m)",
         "x = draw(x); gated(x, w, m, ~m)",
+        # The logits receive a gradient of zeros. With none, an optimizer with weight decay would leave them unchanged.
+        "gated(x, w, sigmoid(l).round())",
+        "gated(x, w, ste(l).round())",
         # Rule 2: one functional view
         "with torch.no_grad(): w.div_(w.norm()); gated(x, w, m, ~m)",
         "with torch.no_grad(): w = w.clone(); gated(x, w, m, ~m)",
@@ -111,8 +114,6 @@ PROGRAMS: dict[tuple[str | None, str | None], tuple[str, ...]] = {
         "x, w = x.detach().clone(), w.detach(); y = gated(x, w, m, ~m); x.transpose_(0, 1); (y, x)",
         "x, w = x.detach().clone(), w.detach(); y = gated(x, w, m, ~m); x.unsqueeze_(0); (y, x)",
     ),
-    # Rule 4: eager gives the logits a gradient of zeros, so an optimizer with weight decay changes them.
-    (None, "gradient of zeros"): ("gated(x, w, sigmoid(l).round())",),
 }
 
 

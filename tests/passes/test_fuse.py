@@ -355,6 +355,15 @@ def test_calls_of_a_module_of_torch_are_read_by_their_function(model: type[nn.Mo
     assert [site.operator for site in report.fused] == ["forward"]
 
 
+def test_hooks_of_modules_that_are_nodes_keep_their_effect() -> None:
+    model, x = Plain(), torch.randn(3, 16)
+    gm = torch.fx.symbolic_trace(model)
+    assert mglu_ops.fuse(gm, [x], strict=True).code != gm.code
+    model.activation.register_forward_hook(lambda module, args, result: 2 * result)
+    fused, parameters = mglu_ops.fuse(gm, [x]), dict(gm.named_parameters())
+    assert_same(results(fused, {"x": x}, parameters), results(gm, {"x": x}, parameters), SAME)
+
+
 def test_strict_needs_a_layer_or_a_call_of_the_operator() -> None:
     x = torch.randn(3, 16)
     with torch.no_grad():

@@ -198,6 +198,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
 # only compares their results with eager's.
 REFUSED_IN_TRAINING: dict[str, tuple[str, ...]] = {
     "does not pass straight through": (
+        "m = sigmoid(l[0]).round(); of_weights(x, w * m.detach(), -(w * m) + w)",
+        "m = sigmoid(l[0]).round(); of_weights(x, w * m.detach(), w - w * m)",
+        "m = sigmoid(l[0]).round(); of_weights(x, w * m * m.detach(), w * (1 - m.detach()))",
+        "m = sigmoid(l[0]).round(); of_weights(x, w * m.detach() * m, w * (1 - m.detach()))",
         "m = ste(l[0]); gated(x, w, m, m == 0)",
         "m = ste(l[0]); gated(x, w, m, (1 - m).detach())",
         "m = ste(l[0]); gated(x, w, m * m, 1 - m)",
@@ -221,12 +225,6 @@ REFUSED_IN_TRAINING: dict[str, tuple[str, ...]] = {
     "not complementary": (
         "m, same = twin_masks(l, o); linear(x, w * m) * sigmoid(linear(x, w * same)) * linear(x, w * (1 - m))",
         "m = ste(l[0]); linear(x, w * m) * sigmoid(linear(x, w * m.detach())) * linear(x, w * (1 - m))",
-    ),
-    "gradient of zeros": (
-        "m = sigmoid(l[0]).round(); of_weights(x, w * m.detach(), -(w * m) + w)",
-        "m = sigmoid(l[0]).round(); of_weights(x, w * m.detach(), w - w * m)",
-        "m = sigmoid(l[0]).round(); of_weights(x, w * m * m.detach(), w * (1 - m.detach()))",
-        "m = sigmoid(l[0]).round(); of_weights(x, w * m.detach() * m, w * (1 - m.detach()))",
     ),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.fx import Graph
+from torch.nn.modules.module import register_module_forward_hook
 
 from compile_passes.symbols import Call, as_call, calls_read_once, is_identity_dropout, is_inplace_name, value_users
 
@@ -35,6 +37,27 @@ X, Y = GRAPH.placeholder("x"), GRAPH.placeholder("y")
 def test_call_of_a_module(module: nn.Module, call: Call | None) -> None:
     node = Graph(nn.ModuleDict({"module": module})).create_node("call_module", "module", (X,))
     assert as_call(node) == call
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.register_forward_hook(lambda module, args, result: 2 * result),
+        lambda module: module.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+        lambda module: module.register_full_backward_hook(lambda module, given, grads: (2 * given[0],)),
+        lambda module: module.register_full_backward_pre_hook(lambda module, grads: (2 * grads[0],)),
+        lambda module: setattr(module, "forward", torch.relu),
+        lambda module: register_module_forward_hook(lambda module, args, result: 2 * result),
+    ],
+)
+def test_a_module_that_does_more_than_its_class_is_no_known_call(change: Callable[[nn.Module], Any]) -> None:
+    module = nn.SiLU()
+    handle = change(module)
+    try:
+        assert as_call(Graph(nn.ModuleDict({"module": module})).create_node("call_module", "module", (X,))) is None
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def test_call_of_a_module_without_its_root() -> None:

@@ -77,14 +77,6 @@ def test_arithmetic_of_two_masks() -> None:
     assert combine(None, None, 1) is None
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_a_gradient_of_zeros_stays(first: bool) -> None:
-    pair = (replace(A, zero_gradient=True), B) if first else (A, replace(B, zero_gradient=True))
-    for found in (combine(*pair, 1), multiply(*pair)):
-        assert found is not None
-        assert found.zero_gradient
-
-
 def test_gate_and_complement() -> None:
     gate, value, neither = (
         Binary(MASK, slope=(1, 1)),
@@ -96,7 +88,7 @@ def test_gate_and_complement() -> None:
     assert [f.is_mask for f in (gate, value, neither)] == [True, True, False]
     assert [f.passes_gradient(1) for f in (gate, value, neither)] == [True, False, False]
     assert [f.passes_gradient(-1) for f in (gate, value, neither)] == [False, True, False]
-    assert Binary(MASK) == Binary(MASK, at=(0, 1), slope=(0, 0), zero_gradient=False)
+    assert Binary(MASK) == Binary(MASK, at=(0, 1), slope=(0, 0))
 
 
 def test_same_function() -> None:

@@ -59,6 +59,18 @@ def _of_negated_logits(logits: Tensor) -> Tensor:
     return (mask - logits).detach() + logits
 
 
+def _two_of_four(logits: Tensor) -> Tensor:
+    """A mask of the two largest of each four logits of a row."""
+    zeros = torch.zeros_like(logits).view(D, -1, 4)
+    return zeros.scatter(-1, logits.view(D, -1, 4).topk(2, -1).indices, 1.0).view_as(logits)
+
+
+def _with_the_largest(logits: Tensor) -> Tensor:
+    mask = torch.zeros_like(logits).flatten()
+    mask[logits.flatten().topk(D * H // 3).indices] = 1
+    return mask.unflatten(0, (D, H))
+
+
 def _unpacked(logits: Tensor) -> Tensor:
     """A mask that is packed into bytes of four bits, and unpacked again."""
     shifts = torch.arange(4, dtype=torch.uint8)
@@ -74,6 +86,10 @@ TRAINED_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "the largest of each row": lambda l: _passing(torch.zeros_like(l).scatter(-1, l.topk(3, -1).indices, 1.0), l),
     "a threshold of each row": lambda l: _passing(l >= l.kthvalue(4, -1, keepdim=True).values, l),
     "logits that are negated in place": _of_negated_logits,
+    "two of four": lambda l: _passing(_two_of_four(l), l),
+    "blocks": lambda l: _passing((l[::2, ::2] > 0).repeat_interleave(2, 0).repeat_interleave(2, 1), l),
+    "a gradient of zeros": lambda l: torch.round(F.hardsigmoid(l)),
+    "two gradients": lambda l: _passing(hard(l), l) + torch.tanh(l) - torch.tanh(l).detach(),
 }
 FIXED_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "a sigmoid above a half": lambda l: (torch.sigmoid(l) > 0.5).to(l.dtype),
@@ -82,6 +98,7 @@ FIXED_MASKS: dict[str, Callable[[Tensor], Tensor]] = {
     "a sign, which may be -1, without its sign": lambda l: F.softshrink(l.detach(), 0.5).sign().abs(),
     "a sign with ones for zeros": lambda l: ((2 * hard(l) - 1) + 1) / 2,
     "the largest of each row, in place": lambda l: torch.zeros_like(l).scatter_(-1, l.topk(3, -1).indices, 1.0),
+    "the largest of all": _with_the_largest,
     "one-hot rows": lambda l: F.one_hot(l.argmax(-1), H),
     "a transpose": lambda l: hard(l).mT.contiguous().t(),
     "bits unpacked by an arange": _unpacked,
@@ -195,6 +212,7 @@ TRAINED = (
     "(term(*stacked(x, w, ste(l))) * weights(x, l).movedim(-1, 0).unsqueeze(-1)).sum(0)",
     "sum(weights(x, l)[..., i, None] * one for i, one in enumerate(terms(x, w, l)))",
     "sum(of_total(x @ w.T, x @ (w * ste(m)).T) for m in l)",
+    "sum(of_total(linear(x, w), einsum('...h,ndh->...nd', x, w * ste(m)[None]).squeeze(-2)) for m in l)",
     "y = torch.empty(*x.shape[:-1], 12, dtype=x.dtype).zero_(); sum(terms(x, w, l), y)",
     "sum(terms(x, w, l), cat([x, x], -1)[..., :12].sin()) * 2",
     "cat([x, x], -1)[..., :12] + sum(terms(x, w, l))",

@@ -110,6 +110,7 @@ TRAINED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "hard_first": lambda logits, i: _hard_first(logits[i]),
     "select": lambda logits, i: straight_through(logits.select(0, i)),
     "unbind": lambda logits, i: straight_through(logits.unbind(0)[i]),
+    "squeeze": lambda logits, i: straight_through(logits[i : i + 1].squeeze(0)),
     "of a sigmoid": lambda logits, i: _of_a_sigmoid(logits)[i],
     "autograd.Function": lambda logits, i: Sign.apply(logits[i]),
     "clone": lambda logits, i: straight_through(logits[i].clone()),
