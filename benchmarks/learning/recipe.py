@@ -14,12 +14,12 @@ from torch.nn.utils import parametrize
 
 from benchmarks.decoder import Block, Projection, Sizes
 from benchmarks.language_model import LanguageModel
-from benchmarks.learning import conversion
 from benchmarks.learning.masks import LOGIT_BYTES, ContinuousMGLU, start_accumulators
 from benchmarks.learning.mixture import Mixture
 from benchmarks.learning.structure import PrunedGLU, StructuredMGLU
 from mglu_ops.nn import GLU, LU, MGLU, NaiveMGLU
 from mglu_ops.nn.conversion import WEIGHTS, take_over_glu
+from mglu_ops.nn.fitting import STEPS
 
 Layer = Literal["lu", "glu", "glu_shared", "mglu", "no_gate_mask", "no_value_mask"]
 LAYERS: tuple[Layer, ...] = get_args(Layer)
@@ -79,7 +79,7 @@ class Recipe:
         weight_gain: a factor of the initial weights of the layer.
         down_gain: a factor of the initial weight of the down projection.
         start: how the model is converted from a trained SwiGLU model (`teacher`): a key of
-            `mglu_ops.nn.conversion.WEIGHTS`, or the last step of a fit, one of `conversion.STEPS`. `teacher`, for `glu`
+            `mglu_ops.nn.conversion.WEIGHTS`, or the last step of a fit, one of `fitting.STEPS`. `teacher`, for `glu`
             only, goes on with the trained model itself. None for random parameters.
         distilled: whether the model learns the predictions of its teacher instead of the text; needs `start`.
         text_share: the share of the text's cross entropy in the loss of a distilled model, beside the predictions'.
@@ -142,7 +142,7 @@ class Recipe:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}, must be one of {', '.join(values)}")
-        starts = {"mglu": (*WEIGHTS, *conversion.STEPS), "glu": ("teacher",)}
+        starts = {"mglu": (*WEIGHTS, *STEPS), "glu": ("teacher",)}
         is_routed_fit = self.is_fitted and self.top_k is not None
         if self.start is not None and (self.start not in starts.get(self.layer, ()) or is_routed_fit):
             raise ValueError(
@@ -204,7 +204,7 @@ class Recipe:
 
     @property
     def is_fitted(self) -> bool:
-        return self.start in conversion.STEPS
+        return self.start in STEPS
 
     @property
     def teacher(self) -> Recipe:

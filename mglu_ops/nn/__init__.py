@@ -6,6 +6,7 @@ For training, `parameter_groups` makes groups for the optimizer, `MaskStatistics
 
 from .baselines import GLU, LU
 from .conversion import from_swiglu
+from .converting import convert
 from .decomposing import decompose
 from .experts import ExpertsDown, MGLUExperts, MGLUExpertsFeedForward, NaiveMGLUExperts
 from .feed_forward import GeMGLU, MGLUFeedForward, ReMGLU, SwiMGLU
@@ -33,6 +34,7 @@ __all__ = [
     "SwiMGLU",
     "check_mask_lr",
     "check_masks",
+    "convert",
     "decompose",
     "dequantize",
     "flip_ratio",

@@ -13,7 +13,7 @@ import torch.distributed
 from . import requirements  # noqa: F401 (checks what is installed, before the imports below need it)
 from .architectures import *  # noqa: F403 (the configurations and models)
 from .architectures import __all__ as _classes
-from .conversion import from_swiglu
+from .conversion import convert, from_swiglu
 from .modeling import freeze
 from .quantization import MGLUQuantizationConfig
 from .routing import load_balancing_loss
@@ -25,6 +25,7 @@ __all__ = [
     "MGLUQuantizationConfig",
     "MGLUTrainer",
     "MGLUTrainerMixin",
+    "convert",
     "freeze",
     "from_swiglu",
     "load_balancing_loss",

@@ -1,10 +1,10 @@
-"""`from_swiglu` makes an MGLU model from a SwiGLU model, as a start for training."""
+"""`from_swiglu` and `convert` make an MGLU model from a SwiGLU model, as a start for training."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,9 +15,13 @@ from ..activations import ACTIVATIONS
 from ..checks import FLOATING
 from ..nn import conversion
 from ..nn.conversion import GatedUnit
+from ..nn.converting import Conversion, FitOptions, fitted
 from .architectures import ARCHITECTURES, Architecture
 from .configuration import MGLUBalanceConfigMixin, check_feed_forward, check_mask_keys
 from .feed_forward import MGLUMoeExperts
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _EXPERTS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
 """Attributes by which experts of Transformers describe `gate_up_proj` and `down_proj`, with the required values."""
@@ -99,6 +103,29 @@ def from_swiglu(
             stacklevel=3,  # from_swiglu's caller; the decorator adds a frame
         )
     return result
+
+
+def convert(
+    model: nn.Module,
+    batches: Sequence[Any],
+    n_masks: int = 1,
+    *,
+    projections: Sequence[str] | None = None,
+    **options: Unpack[FitOptions],
+) -> Conversion:
+    """Make an MGLU model from a model of Transformers, with layers fitted to its results on real inputs.
+
+    `mglu_ops.nn.convert` describes the fit, its arguments and its result; `from_swiglu` describes the class of the
+    model in the result.
+
+    Raises:
+        TypeError: as in `from_swiglu`; or the model has experts, which are not fitted yet.
+        ValueError: as in `from_swiglu` and `mglu_ops.nn.convert`.
+    """
+    if (experts := next(_experts(model), None)) is not None:
+        raise TypeError(f"model: got a {type(experts[0]).__name__}, must have no experts; from_swiglu converts them")
+    student = from_swiglu(model, n_masks, projections=projections)
+    return fitted(model, student, conversion.gated_units(model, projections), batches, **options)
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[nn.Module, GatedUnit]]:

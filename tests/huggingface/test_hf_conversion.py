@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClas
 
 import mglu_ops
 from mglu_ops.nn.conversion import WEIGHTS
-from mglu_ops.transformers import MGLUTrainer, from_swiglu
+from mglu_ops.transformers import MGLUTrainer, convert, from_swiglu
 from tests.support.hf_models import BY_NAME, MIXTURES, SIZES, TOKENS, logits, mglus, tiny, tiny_swiglu
 
 EACH = pytest.mark.parametrize("name", BY_NAME)
@@ -53,6 +53,22 @@ def test_all_but_the_feed_forward_layers_is_copied(name: str, init: str, tmp_pat
 
     result.save_pretrained(tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(result.eval()))
+
+
+@EACH
+def test_fitted_models_have_their_own_class_and_experts_are_refused(name: str, tmp_path: Path) -> None:
+    model = tiny_swiglu(name)
+    batches = [torch.randint(model.config.vocab_size, (4, 32)) for _ in range(2)]
+    if any(type(module).__name__.endswith("Experts") for module in model.modules()):
+        with pytest.raises(TypeError, match="must have no experts; from_swiglu converts them"):
+            convert(model, batches)
+        return
+    result = convert(model, [{"input_ids": ids} for ids in batches], progress=False)
+    assert type(result.model) is BY_NAME[name].mglu[1]
+    assert list(result.errors) == [f"model.layers.{i}.mlp" for i in range(model.config.num_hidden_layers)]
+    assert all(errors["joint"] < errors["magnitude"] for errors in result.errors.values())
+    result.model.save_pretrained(tmp_path)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(result.model.eval()))
 
 
 @pytest.mark.parametrize("init", WEIGHTS)

@@ -10,92 +10,34 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.learning import conversion, cost, experiments, train, training
-from benchmarks.learning.conversion import Fit, Rows, Sample
 from benchmarks.learning.recipe import Recipe
-from mglu_ops.activations import get_activation
+from mglu_ops.nn import fitting
 from tests.support.families import sample
+from tests.support.fits import D, layer
 from tests.support.learning import rows_of, tiny_run
 
 pytest_plugins = ["tests.support.learning"]
 pytestmark = pytest.mark.usefixtures("tiny")
-D, H = 12, 8
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(conversion, "ADAM_STEPS", 60)
-    monkeypatch.setattr(conversion, "ADAM_TOKENS", 64)
+    monkeypatch.setattr(fitting, "ADAM_STEPS", 60)
+    monkeypatch.setattr(fitting, "ADAM_TOKENS", 64)
 
 
-def layer(seed: int = 0) -> tuple[Rows, Sample]:
-    """A random teacher's layer with 12 neurons, and correlated hidden states of 8 elements."""
-    generator = torch.Generator().manual_seed(seed)
-    gate, value = torch.randn(2, D, H, generator=generator)
-    x, down = (torch.randn(*shape, generator=generator) for shape in ((400, H), (H, D)))
-    x = x @ torch.randn(H, H, generator=generator) / 3
-    act = get_activation("silu")
-    made = Sample(x, F.linear(F.silu(F.linear(x, gate)) * F.linear(x, value), down), act)
-    return Rows(gate, value, down, *conversion.sensitivities(gate, value, made)), made
-
-
-def test_sensitivities_are_squared_derivatives():
-    rows, made = layer()
-    gate, value = (F.linear(made.x, one).requires_grad_() for one in (rows.gate, rows.value))
-    for found, derivative in zip(
-        (rows.a, rows.b), torch.autograd.grad((F.silu(gate) * value).sum(), (gate, value)), strict=True
-    ):
-        torch.testing.assert_close(found[:, 0], derivative.square().mean(0))
-
-
-@pytest.mark.parametrize("n_masks", [1, 3])
-def test_the_nearest_weight_and_shares_are_the_best_of_all(n_masks):
-    rows, _ = layer()
-    weight, shares = conversion.nearest(torch.stack((rows.gate, rows.value)), rows, n_masks, "free")
-
-    def error(weight, shares):
-        return rows.a * (shares * weight - rows.gate).square() + rows.b * ((1 - shares) * weight - rows.value).square()
-
-    tried = [error(w, p / n_masks) for p in range(n_masks + 1) for w in torch.linspace(-6, 6, 2001)]
-    assert (error(weight, shares) <= torch.stack(tried).amin(0) + 1e-4).all()
-    torch.testing.assert_close((shares * n_masks).round(), shares * n_masks)
-    if n_masks == 1:
-        assert torch.equal(shares == 1, rows.a * rows.gate.square() > rows.b * rows.value.square())
-
-
-@pytest.mark.parametrize("structure", ["free", "2:4"])
 @pytest.mark.parametrize("n_masks", [1, 4])
-def test_masks_have_the_shares_and_the_structure(n_masks, structure):
+def test_masks_of_structure_2_4_have_the_shares_and_the_structure(n_masks):
     rows, _ = layer()
-    _, shares = conversion.nearest(torch.stack((rows.gate, rows.value)), rows, n_masks, structure)
-    masks = conversion.masks_of(shares, n_masks, structure)
+    structure = conversion.STRUCTURES["2:4"]
+    _, shares = fitting.nearest(torch.stack((rows.gate, rows.value)), rows, n_masks, structure)
+    masks = fitting.masks_of(shares, n_masks, structure)
     torch.testing.assert_close(masks.float().mean(0), shares)
     assert len({mask.numpy().tobytes() for mask in masks}) == n_masks, "equal masks would stay equal in training"
-    if structure == "2:4":
-        assert (masks.unflatten(-1, (-1, 4)).sum(-1) == 2).all()
-    if (n_masks, structure) == (1, "2:4"):
+    assert (masks.unflatten(-1, (-1, 4)).sum(-1) == 2).all()
+    if n_masks == 1:
         difference = rows.a * rows.gate.square() - rows.b * rows.value.square()
         assert torch.equal(masks[0], conversion.two_of_four(difference))
-
-
-def test_weights_for_given_shares_solve_the_least_squares_problem_of_each_row():
-    rows, made = layer()
-    covariance = made.x.T @ made.x / len(made.x) + 0.01 * torch.eye(H)
-    shares = torch.randint(0, 4, (D, H), generator=torch.Generator().manual_seed(1)) / 3
-    found = conversion.solve_weight(rows, covariance, shares, torch.zeros(D, H))
-    for j in range(D):
-        parts = (rows.a[j], shares[j], rows.gate[j]), (rows.b[j], 1 - shares[j], rows.value[j])
-        matrix = sum(size * p[:, None] * covariance * p for size, p, _ in parts)
-        right = sum(size * p * (covariance @ row) for size, p, row in parts)
-        torch.testing.assert_close(found[j], torch.linalg.solve(matrix, right), rtol=1e-2, atol=1e-3)
-
-
-def test_the_down_projection_is_the_best_of_all(monkeypatch):
-    monkeypatch.setattr(conversion, "RIDGE", 0.0)
-    rows, made = layer()
-    fit = Fit(rows.gate, torch.rand(2, D, H, generator=torch.Generator().manual_seed(1)) < 0.5, rows.down)
-    down = conversion.solve_down(fit, made)
-    z = sum(F.silu(F.linear(made.x, fit.weight * m)) * F.linear(made.x, fit.weight * ~m) for m in fit.masks)
-    torch.testing.assert_close(down.T, torch.linalg.lstsq(z, made.y).solution, rtol=1e-2, atol=1e-3)
 
 
 def test_neurons_that_are_split_are_those_with_the_largest_errors():
@@ -124,7 +66,7 @@ def test_each_step_of_a_fit_lowers_the_error(options, text):
     made = training.fitted(one, text, teacher.state_dict(), "cpu")
     for errors in made["errors"]:
         magnitude, alternation, down, joint = errors.values()
-        assert list(errors) == ["magnitude", *conversion.STEPS]
+        assert list(errors) == ["magnitude", *fitting.STEPS]
         assert 0 < joint < down < alternation
         assert alternation < magnitude or one.n_masks == 4, "the errors of several masks' products only cancel later"
     run = training.Training(one, text, "cpu", False, teacher.state_dict(), made)

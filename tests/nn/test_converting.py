@@ -1,0 +1,193 @@
+"""`convert`: layers fitted one after the other on real inputs, what it samples, how it goes on, what it refuses."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mglu_ops.nn import MGLUFeedForward, convert, converting, fitting, from_swiglu
+
+H, D = 16, 24
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, activation=F.silu):
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(H, D, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(D, H, bias=False)
+        self.activation = activation
+
+    def forward(self, x):
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Model(nn.Module):
+    """A residual model whose layers run in another order than that of their names."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.norm, self.dropout = nn.RMSNorm(H), nn.Dropout(0.5)
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x, times=1):
+        for layer in reversed(self.layers):
+            for _ in range(times):
+                x = x + self.dropout(layer(self.norm(x)))
+        return x
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    monkeypatch.setattr(fitting, "ADAM_STEPS", 40)
+    monkeypatch.setattr(fitting, "ADAM_TOKENS", 128)
+    torch.manual_seed(0)
+
+
+def model_and_batches(count=4, activation=F.silu):
+    model = Model(SwiGLU(activation), SwiGLU(activation))
+    for name, parameter in model.named_parameters():
+        if "gate" in name or "up" in name:
+            parameter.data *= 4  # as after training: random layers of torch are nearly linear
+    return model, [torch.randn(2, 128, H) for _ in range(count)]
+
+
+def error(model, wanted, batches):
+    with torch.no_grad():
+        pairs = [(model.eval()(x), wanted.eval()(x)) for x in batches]
+    return float(sum((a - b).square().sum() for a, b in pairs) / sum(b.square().sum() for _, b in pairs))
+
+
+@pytest.mark.parametrize("n_masks", [1, 3])
+def test_the_copy_is_nearer_to_the_model_than_one_by_magnitude(n_masks):
+    model, batches = model_and_batches()
+    before = copy.deepcopy(model.state_dict())
+    result = convert(model, batches, n_masks, tokens=1024, progress=False)
+    assert list(result.errors) == ["layers.1", "layers.0"]
+    for errors in result.errors.values():
+        assert list(errors) == ["magnitude", *fitting.STEPS]
+        assert 0 < errors["joint"] < errors["down"] < errors["magnitude"]
+    layer = result.model.layers[1]
+    assert isinstance(layer, MGLUFeedForward)
+    assert layer.mglu.n_masks == n_masks
+    assert layer.mglu.mask_logits.requires_grad
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    held_out = [torch.randn(2, 64, H) for _ in range(2)]
+    assert error(result.model, model, held_out) < 0.9 * error(from_swiglu(model, n_masks), model, held_out)
+
+
+def test_errors_are_those_of_the_layers():
+    model, batches = model_and_batches()
+    result = convert(model, batches, tokens=10**6, progress=False)
+    x = torch.cat([model.norm(x) for x in batches])
+    with torch.no_grad():
+        wanted, found = model.layers[1](x), result.model.layers[1](x)
+    expected = float((found - wanted).square().sum() / wanted.square().sum())
+    assert result.errors["layers.1"]["joint"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_modes_stay_and_inputs_are_computed_in_evaluation_mode():
+    model, batches = model_and_batches()
+    model.train()
+    model.layers[0].eval()
+    first = convert(model, batches, tokens=512, progress=False)
+    assert first.model.training
+    assert not first.model.layers[0].training
+    assert model.training
+    second = convert(model.eval(), batches, tokens=512, progress=False)
+    assert first.errors == second.errors, "dropout would change them"
+
+
+def test_batches_are_arguments_of_any_kind():
+    model, batches = model_and_batches()
+    kinds = (lambda x: x, lambda x: (x,), lambda x: {"x": x, "times": 1})
+    errors = [convert(model, [*map(kind, batches)], tokens=512, progress=False).errors for kind in kinds]
+    run = convert(model, [*range(4)], tokens=512, progress=False, run=lambda model, i: model(batches[i])).errors
+    assert errors == [run] * 3
+
+
+def test_a_layer_that_runs_several_times_is_fitted_to_all_its_inputs(monkeypatch):
+    model, batches = model_and_batches()
+    seen = []
+    monkeypatch.setattr(converting, "fit_unit", lambda unit, x, n: seen.append(len(x)) or fit_unit(unit, x, n))
+    convert(model, [{"x": x, "times": 3} for x in batches], tokens=600, progress=False)
+    assert seen == [600, 600]
+
+
+fit_unit = converting.fit_unit
+
+
+def test_a_shared_layer_is_one_layer():
+    layer = SwiGLU()
+    result = convert(Model(layer, layer), [torch.randn(2, 64, H)], progress=False)
+    assert len(result.errors) == 1
+    assert result.model.layers[0] is result.model.layers[1]
+
+
+def test_a_stopped_conversion_goes_on(tmp_path, monkeypatch):
+    model, batches = model_and_batches()
+    options = {"tokens": 512, "progress": False}
+    whole = convert(model, batches, **options)
+
+    def stop(unit, x, n_masks):
+        if calls.append(1) or len(calls) == 2:
+            raise KeyboardInterrupt
+        return fit_unit(unit, x, n_masks)
+
+    calls = []
+    monkeypatch.setattr(converting, "fit_unit", stop)
+    with pytest.raises(KeyboardInterrupt):
+        convert(model, batches, folder=tmp_path / "fits", **options)
+    again = convert(model, batches, folder=tmp_path / "fits", **options)
+    assert len(calls) == 3
+    assert again.errors == whole.errors
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(again.model.state_dict()[name], value)
+    for wrong, others in (({"n_masks": 2}, model), ({}, Model(SwiGLU(), SwiGLU()))):
+        with pytest.raises(ValueError, match=r"folder: got .*0000\.pt of a conversion with (n_masks|sums) "):
+            convert(others, batches, folder=tmp_path / "fits", **options, **wrong)
+
+
+def test_the_table_has_a_line_for_each_layer():
+    result = converting.Conversion(None, {"a": {"magnitude": 0.5, "joint": 0.25}, "b": {"magnitude": 1, "joint": 0}})
+    assert result.table().splitlines() == [
+        "| layer | magnitude | joint |",
+        "| --- | --- | --- |",
+        "| a | 0.5000 | 0.2500 |",
+        "| b | 1.0000 | 0.0000 |",
+    ]
+
+
+def test_16_bits_are_fitted_in_float32():
+    model, batches = model_and_batches(activation=F.gelu)
+    result = convert(model.bfloat16(), [x.bfloat16() for x in batches], tokens=1024, progress=False)
+    assert result.model.layers[0].mglu.weight.dtype == result.model.layers[0].down_proj.weight.dtype == torch.bfloat16
+    assert all(0 < errors["joint"] < errors["magnitude"] for errors in result.errors.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"batches": iter([])}, TypeError, "batches: got list_iterator, must be a sequence"),
+        ({"batches": []}, ValueError, "batches: got none, must be at least one"),
+        ({"batches": [torch.randn(1, 7, H)]}, ValueError, r"batches: got 7 tokens for layers\.1, must be at least"),
+        (
+            {"batches": [torch.full((2, 64, H), float("nan"))]},
+            ValueError,
+            r"inputs of layers\.1 that are NaN",
+        ),
+        ({"batches": [{"x": torch.randn(2, 64, H), "times": 0}]}, ValueError, "does not run, must run all layers"),
+        ({"tokens": 0}, ValueError, "tokens: got 0, must be an int of at least 1"),
+        ({"folder": 3}, TypeError, "folder: got int, must be a path"),
+        ({"n_masks": 17}, ValueError, "n_masks: got 17"),
+        ({"projections": ["a", "b", "c"]}, ValueError, "must have a module with linear layers named a, b, c"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused(options, error, message):
+    model, batches = model_and_batches()
+    with pytest.raises(error, match=message):
+        convert(model, **{"batches": batches, "progress": False, **options})
+    assert not any(module._forward_pre_hooks for module in model.modules())
