@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from ..activations import get_activation
 from ..files import as_path
@@ -129,6 +128,8 @@ def fitted(
 
     `units` are the matrices of the layers of `model`. A layer of `student` has the path of the layer of `model`.
     """
+    from tqdm import tqdm  # not needed by those who only import mglu_ops
+
     check_batches(batches, tokens)
     paths = {path: units[module] for path, module in model.named_modules() if module in units}
     layers: dict[str, MGLUFeedForward] = {path: student.get_submodule(path) for path in paths}
