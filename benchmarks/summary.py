@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pandas as pd
 
 from benchmarks.frames import duration, fastest, load, many, markdown
 from benchmarks.learning.comparisons import Study, deviation_of, difference, losses_of
-from benchmarks.learning.experiments import MIXTURE, SLOW, SWIGLU, TEXT
+from benchmarks.learning.experiments import DISTILLED, MIXTURE, TEXT, converted
 from benchmarks.learning.recipe import Recipe
 from benchmarks.learning.tables import runs
 from benchmarks.train import FUSED, NAIVE, OPERATOR
@@ -129,8 +128,9 @@ def jobs(results: Path) -> str:
     study, texts = Study(results), losses_of(runs(results, "texts"))
     python = {recipe: of / study.unit for recipe, of in study.losses.items()}
     noise = study.deviations[Recipe.size] / study.unit
-    converted = replace(SLOW, n_masks=1, start="magnitude", skip=60.0, megabytes=6.0, lr=3e-4)
-    behind = difference(python[converted], python[replace(SWIGLU, megabytes=66.0)], noise)
+    pinned = losses_of(runs(results, "pinned"))
+    ours, swiglu_on = pinned[converted(**DISTILLED)], pinned[converted(start="teacher")]
+    behind, seeds = difference(ours, swiglu_on), many(len(ours), "seed")
     mixture = difference(python[MIXTURE[2]], python[MIXTURE[0]], noise)
     swiglu, _, *masked = TEXT["300M"]
     noise = deviation_of(of for recipe, of in texts.items() if recipe.size == "300M")
@@ -180,9 +180,10 @@ def jobs(results: Path) -> str:
             ],
             [
                 "[Convert a SwiGLU model](mglu_ops/transformers/README.md#from-a-swiglu-model)",
-                "`from_swiglu(model, n_masks=1)`, then train",
+                "`convert(model, batches)`, then train",
                 "as when serving",
-                f"loss {behind} after a tenth more text (25M weights)",
+                f"loss [{behind}](benchmarks/learning/README.md#conversion) to SwiGLU trained on, a tenth more text "
+                f"(25M weights, {seeds}, not enough to call them equal)",
             ],
             [
                 "[On a CPU](csrc/cpu/README.md), 1 token",

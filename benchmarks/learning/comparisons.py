@@ -239,7 +239,9 @@ def fits(results: Path) -> str:
 
 
 def _figure(value: object) -> str:
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.4f}"  # the fit ended before this step
+    return str(value)
 
 
 def verdict(found: Difference | None, within: float = 0.0) -> str:

@@ -1,7 +1,7 @@
 """Modules (MGLU, feed-forward blocks, experts, naive layers, baselines), `freeze`, `quantize` and `dequantize`.
 
 For training, `parameter_groups` makes groups for the optimizer, `MaskStatistics` computes numbers for the log, and
-`from_swiglu` converts a trained model. For ONNX, `decompose` writes out the fused operators.
+`convert` and `from_swiglu` convert a trained model. For ONNX, `decompose` writes out the fused operators.
 """
 
 from .baselines import GLU, LU

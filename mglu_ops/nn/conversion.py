@@ -64,8 +64,8 @@ def from_swiglu(
     """Copy a model, with an `MGLUFeedForward` in place of each feed-forward layer that is a gated linear unit.
 
     **The copy is a start for training, not an equivalent model**: one matrix and masks cannot hold what two matrices
-    hold, so the copy predicts badly at first. Train the copy further, or distil it from `model`. `model` is not changed
-    and shares no tensor with the copy.
+    hold, so the copy predicts badly at first. `convert` fits the copy to real inputs, which is a better start. Train
+    either copy on text and on the predictions of `model`. `model` is not changed and shares no tensor with the copy.
 
     A module is taken for a gated linear unit if its children have the names in `projections`. It is then called once,
     with known values in place of its children's results. This call shows which activation the module has, and whether

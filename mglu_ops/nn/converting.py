@@ -77,8 +77,9 @@ def convert(
     that later layers make up for errors of earlier ones. `mglu_ops.nn.fitting` has the equations of the fit: masks and
     weight by ADMM, the down projection by least squares, and then both weights together by Adam.
 
-    The copy predicts worse than the model at first. Train it on text and on the predictions of the model; the page
-    `benchmarks/learning/README.md` says what this gains. Besides the copy, the fit needs memory for the sample of one
+    The copy predicts worse than the model at first. Train it on text and on the predictions of the model. Section
+    Conversion of `benchmarks/learning/README.md` says what each step gains, and `examples/convert_swiglu.py` is an
+    example. Besides the copy, the fit needs memory for the sample of one
     layer: `4 * tokens * (2 * hidden + 3 * intermediate)` bytes, and four more for each element of its weights.
 
     Args:

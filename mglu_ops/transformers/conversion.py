@@ -40,7 +40,8 @@ def from_swiglu(
     """Make an MGLU model from a model of Transformers, or any other module, with gated feed-forward layers.
 
     **The result is a start for training, not an equivalent model.** `model` is not changed, and shares no tensor with
-    the result (`examples/distill_from_swiglu.py` trains the result on the predictions of `model`).
+    the result. `convert` also fits the layers to real inputs, which is a better start, and
+    `examples/convert_swiglu.py` trains its result.
 
     `mglu_ops.nn.conversion.from_swiglu`, which this function extends, says how weights and masks are made from the gate
     and up matrices, and which feed-forward layers it takes. The experts of a mixture, which Transformers keeps in

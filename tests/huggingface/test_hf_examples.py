@@ -106,12 +106,22 @@ def test_serve_generate(capsys: pytest.CaptureFixture[str]) -> None:
     assert "packed the masks" in capsys.readouterr().out
 
 
-def test_distill_from_swiglu(capsys: pytest.CaptureFixture[str]) -> None:
-    run("distill_from_swiglu.py", "--size", "tiny", "--steps", "5", "--bytes", "50000")
+def test_convert_swiglu(capsys: pytest.CaptureFixture[str]) -> None:
+    run("convert_swiglu.py", "--size", "tiny", "--steps", "10", "--bytes", "50000", "--tokens", "4096")
     printed = capsys.readouterr().out
-    assert printed.count("5 steps took") == 2
-    assert len(losses(printed)) == 3
-    assert is_frozen("build/examples/mglu-llama-distilled")
+    assert "teacher: 10 steps took" in printed
+    assert printed.count(": 2 steps took") == 2
+    teacher, converted, trained_on, trained = losses(printed)
+    assert abs(converted - teacher) < 0.02
+    assert trained < teacher
+    assert trained_on < teacher
+    (errors,) = re.findall(r"^\| model\.layers\.0\.mlp \| (.*) \|$", printed, flags=re.MULTILINE)
+    magnitude, *_, joint = map(float, errors.split(" | "))
+    assert joint < 0.2 * magnitude
+    folder = "build/examples/mglu-llama-converted"
+    assert f"vllm serve {folder}\n" in printed
+    assert is_frozen(folder)
+    assert len(AutoTokenizer.from_pretrained(folder)) == 256
 
 
 SERVER = """
@@ -208,7 +218,7 @@ def test_a_missing_model_is_named(name: str) -> None:
     [
         "train_trainer.py",
         "finetune_lora.py",
-        "distill_from_swiglu.py",
+        "convert_swiglu.py",
         "serve_generate.py",
         "serve_vllm.py",
         "local_text.py",
