@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import os
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..activations import get_activation
-from ..files import as_path
+from ..files import FileError, as_path
 from .conversion import GatedUnit, from_swiglu, gated_units
 from .feed_forward import MGLUFeedForward
 from .fitting import Rows, Sample, fit, sensitivities
@@ -32,7 +35,9 @@ class FitOptions(TypedDict, total=False):
         run: calls a model with a batch, in place of the calls that `convert` describes.
         tokens: size of the sample, drawn evenly from all batches, 65536 by default. It should be several times the
             intermediate size.
-        folder: a folder for the fitted layers. A call that was stopped goes on after the layers that are there.
+        folder: a folder for the fitted layers. A call that was stopped goes on after the layers that are there. Layers
+            of other feed-forward weights, batches or options are refused. Changes of `run`, or of other parts of the
+            model, are not noticed.
         progress: show a progress bar, True by default.
     """
 
@@ -62,6 +67,7 @@ class Conversion(NamedTuple):
         return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+@torch.inference_mode(False)  # tensors made in inference mode could not be fitted, nor the copy trained
 def convert(
     model: nn.Module,
     batches: Sequence[Any],
@@ -79,14 +85,21 @@ def convert(
 
     The copy predicts worse than the model at first. Train it on text and on the predictions of the model. Section
     Conversion of `benchmarks/learning/README.md` says what each step gains, and `examples/convert_swiglu.py` is an
-    example. Besides the copy, the fit needs memory for the sample of one
-    layer: `4 * tokens * (2 * hidden + 3 * intermediate)` bytes, and four more for each element of its weights.
+    example.
+
+    For each layer, the copy runs up to that layer with every batch. A model of L layers therefore runs about `L / 2`
+    times with every batch. Besides the copy, the fit of a layer needs memory for the larger of these numbers of bytes:
+
+    - `4 * tokens * (2 * hidden + 5 * intermediate)` for the sample;
+    - about `4 * (n_masks + 3) * intermediate * (12288 + 2 * hidden)` for the steps of the fit.
 
     Args:
         model: a model, or a part of one, on one device. It is not changed. It may be in any training mode; the inputs
             are computed in evaluation mode.
         batches: what the model is called with, one after the other, for example tokens int64 `[sequences, length]`. A
-            mapping gives keyword arguments, and a tuple gives arguments. Sequences must have no padding.
+            mapping gives keyword arguments, and a tuple gives arguments. Each batch is used once for each layer, so a
+            call must not change it. Tokens for which the `attention_mask` of a mapping is 0 are left out of the sample.
+            Without an `attention_mask` of shape `[sequences, length]`, sequences must have no padding.
         n_masks: number of masks, 1 to 16. They are learned masks, without a router.
         projections: names of the projections in a feed-forward layer, as in `from_swiglu`.
         options: the options of the fit, see `FitOptions`.
@@ -97,20 +110,38 @@ def convert(
     Raises:
         TypeError: as in `from_swiglu`; or `batches` is not a sequence.
         ValueError: as in `from_swiglu`; there are fewer tokens than the hidden size; a layer does not run, or its
-            inputs are not finite; or `folder` has layers of another conversion.
+            weights, inputs or results are not finite; or `folder` is not a folder, or has damaged files or layers of
+            another conversion.
     """
     student = from_swiglu(model, n_masks, projections=projections)
     units = gated_units(model, projections)
     return fitted(model, student, units, batches, **options)
 
 
-def check_batches(batches: object, tokens: object) -> None:
+def check_batches(batches: object, tokens: object, hidden: int) -> None:
     if not isinstance(batches, Sequence):
-        raise TypeError(f"batches: got {type(batches).__name__}, must be a sequence, which is read once for each layer")
+        raise TypeError(
+            f"batches: got {type(batches).__name__}, must be a sequence, because it is read once for each layer; take "
+            "list(batches)"
+        )
     if not batches:
         raise ValueError("batches: got none, must be at least one")
-    if not isinstance(tokens, int) or tokens < 1:
-        raise ValueError(f"tokens: got {tokens!r}, must be an int of at least 1")
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < hidden:
+        raise ValueError(f"tokens: got {tokens!r}, must be an int of at least the hidden size, {hidden}")
+
+
+def check_weights(units: Mapping[str, GatedUnit]) -> None:
+    for path, unit in units.items():
+        if not all(bool(matrix.isfinite().all()) for matrix in unit[:3]):
+            raise ValueError(f"model: got weights of {path} that are NaN or infinite, must be finite")
+
+
+def check_errors(errors: Mapping[str, float], path: str) -> None:
+    if not all(map(math.isfinite, errors.values())):
+        raise ValueError(
+            f"model: got {path}, whose fit is NaN or infinite, must have weights and results whose squares float32 can "
+            "hold"
+        )
 
 
 @torch.no_grad()
@@ -131,25 +162,25 @@ def fitted(
     """
     from tqdm import tqdm  # not needed by those who only import mglu_ops
 
-    check_batches(batches, tokens)
     paths = {path: units[module] for path, module in model.named_modules() if module in units}
+    check_batches(batches, tokens, max(unit.gate.shape[1] for unit in paths.values()))
+    check_weights(paths)
     layers: dict[str, MGLUFeedForward] = {path: student.get_submodule(path) for path in paths}
     run, errors = run or call, dict[str, dict[str, float]]()
-    place = None if folder is None else as_path("folder", folder)
-    if place is not None:
-        place.mkdir(parents=True, exist_ok=True)
+    place, used = None if folder is None else made_folder(folder), None if folder is None else digest(batches)
     with in_evaluation_mode(student):
         calls = calls_of(student, layers, batches[0], run)
         bar = tqdm(calls, desc="fitting layers", disable=not progress)
         for path in bar:
             layer, unit = layers[path], paths[path]
-            key = {"path": path, "n_masks": layer.mglu.n_masks, "tokens": tokens, "batches": len(batches)}
-            key["sums"] = [float(matrix.double().sum()) for matrix in unit[:3]]
+            key = {"path": path, "n_masks": layer.mglu.n_masks, "tokens": tokens, "batches": used}
             file = None if place is None else place / f"{len(errors):04}.pt"
+            key["weights"] = None if file is None else digest(unit)
             made = load(file, key) if file is not None and file.exists() else None
             if made is None:
                 x = inputs_of(student, layer, calls[path], batches, run, tokens, path)
                 made = fit_unit(unit, x, layer.mglu.n_masks)
+                check_errors(made[3], path)
                 if file is not None:
                     save(file, key, made)
             weight, masks, down, errors[path] = made
@@ -216,23 +247,25 @@ def inputs_of(
     Raises:
         ValueError: there are too few, or they are not finite.
     """
-    found, share = list[Tensor](), -(-tokens // (len(batches) * calls))
-    generator = torch.Generator().manual_seed(0)
+    found, share = list[list[Tensor]](), -(-tokens // (len(batches) * calls))
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def keep(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        x: Tensor = [*arguments, *options.values()][0].flatten(0, -2)
-        found.append(x[torch.randperm(len(x), generator=generator)[:share].to(x.device)].float())
-        if len(found) % calls == 0:
+        x = without_padding([*arguments, *options.values()][0].detach(), batch)
+        chosen = torch.randperm(len(x), generator=generator, device="cpu")[:share]
+        found[-1].append(x[chosen.to(x.device)].float())
+        if len(found[-1]) == calls:
             raise _ReachedError
 
     hook = layer.register_forward_pre_hook(keep, with_kwargs=True)
     try:
         for batch in batches:
+            found.append([])
             with suppress(_ReachedError):
                 run(model, batch)
     finally:
         hook.remove()
-    x, least = torch.cat(found), layer.mglu.in_features
+    x, least = torch.cat([x for of_batch in found for x in of_batch]), layer.mglu.in_features
     if len(x) < least:
         raise ValueError(f"batches: got {len(x)} tokens for {path}, must be at least its hidden size, {least}")
     if not bool(x.isfinite().all()):
@@ -240,18 +273,57 @@ def inputs_of(
     return x
 
 
+def without_padding(x: Tensor, batch: Any) -> Tensor:
+    """Rows `[tokens, hidden]` of x `[..., hidden]`, without tokens that the attention mask of the batch leaves out."""
+    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
+    rows = x.reshape(-1, x.shape[-1])
+    return rows[mask.bool().to(x.device).flatten()] if isinstance(mask, Tensor) and mask.shape == x.shape[:-1] else rows
+
+
 def fit_unit(unit: GatedUnit, x: Tensor, n_masks: int) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
     """Fit a layer to the matrices of a gated linear unit. Returns its weight, masks, down projection and errors."""
     gate, up, down = (matrix.float() for matrix in unit[:3])
     act = get_activation(unit.activation)
-    sample = Sample(x, F.linear(act.forward(F.linear(x, gate)) * F.linear(x, up), down), act)
-    layer, errors = fit(Rows(gate, up, down, *sensitivities(gate, up, sample)), sample, n_masks)
+    with torch.autocast(x.device.type, enabled=False):  # autocast, which may be on for the model, would fit in 16 bits
+        sample = Sample(x, F.linear(act.forward(F.linear(x, gate)) * F.linear(x, up), down), act)
+        layer, errors = fit(Rows(gate, up, down, *sensitivities(gate, up, sample)), sample, n_masks)
     return layer.weight, layer.masks, layer.down, errors
 
 
+def made_folder(folder: object) -> Path:
+    """Make the folder for fitted layers, if it is not there.
+
+    Raises:
+        FileError: it cannot be made.
+    """
+    place = as_path("folder", folder)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"folder: got {place}, must be a folder, or a path where one can be made: {error}") from None
+    return place
+
+
+def digest(value: object) -> str:
+    """A hash of the tensors, numbers and words in a value. Of other objects, only the type counts."""
+    if isinstance(value, Mapping):
+        parts = [f"{key}: {digest(one)}" for key, one in value.items()]
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        parts = [digest(one) for one in value]
+    elif isinstance(value, Tensor):
+        integer = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(value.element_size(), torch.int64)
+        bits = value.detach().flatten().contiguous().view(integer)
+        places = torch.arange(len(bits), device=bits.device).mul_(2).add_(1)
+        # Integers overflow in the same way in any order of summation; a sum of floats would depend on the threads.
+        parts = [str(value.dtype), str([*value.shape]), str(int(places.mul_(bits).sum()))]
+    else:
+        parts = [repr(value) if isinstance(value, (str, bytes, int, float)) else type(value).__name__]
+    return hashlib.sha256(" ".join([type(value).__name__, *parts]).encode()).hexdigest()[:16]
+
+
 def save(file: Path, key: Mapping[str, object], made: tuple[Any, ...]) -> None:
-    """Write a fitted layer, so that a call that is stopped leaves a whole file or none."""
-    part = file.with_suffix(".part")
+    """Write a fitted layer, so that a call that is stopped, or runs beside another, leaves a whole file or none."""
+    part = file.with_suffix(f".{uuid.uuid4().hex}.part")
     torch.save({"key": dict(key), "made": made}, part)
     part.replace(file)
 
@@ -260,13 +332,20 @@ def load(file: Path, key: Mapping[str, object]) -> tuple[Any, ...]:
     """Read a fitted layer.
 
     Raises:
+        FileError: it is damaged.
         ValueError: it is of another conversion.
     """
-    saved = torch.load(file, weights_only=True)
-    if saved["key"] != key:
-        different = ", ".join(f"{name} {saved['key'].get(name)}" for name in key if saved["key"].get(name) != key[name])
+    try:
+        saved = torch.load(file, map_location="cpu", weights_only=True)
+        found, made = dict(saved["key"]), tuple(saved["made"])
+    except Exception as error:
+        raise FileError(
+            f"folder: got {file}, which cannot be read ({type(error).__name__}), must be a file of convert; delete it, "
+            "and its layer is fitted again"
+        ) from error
+    if found != key:
+        different = ", ".join(f"{name} {found.get(name)}" for name in key if found.get(name) != key[name])
         raise ValueError(
             f"folder: got {file} of a conversion with {different}, must be of this one; take another folder"
         )
-    made: tuple[Any, ...] = saved["made"]
     return made

@@ -49,6 +49,10 @@ DAMPING = 0.01
 """A multiple of the mean diagonal of H that is added to its diagonal."""
 RIDGE = 1e-3
 """The ridge of the down projection, as a multiple of the mean diagonal of `E z' z'^T`."""
+LEAST_SHARE = 1e-12
+"""The least value of a / (a + b) and of b / (a + b)."""
+TINY = 1e-30
+"""Stands for sums of squares that are zero, so that nothing is divided by zero."""
 ADMM_STEPS, RHO = 60, (0.1, 1.0)
 """Iterations of ADMM, and the first and last rho. More iterations lower the quadratic error by less than 1%."""
 CG_STEPS = 30
@@ -72,7 +76,7 @@ class Fit:
     def error(self, sample: Sample) -> float:
         """`E |y' - y|^2 / E |y|^2` over the sample."""
         y = F.linear(self.neurons(sample.x, sample.act), self.down)
-        return float((y - sample.y).square().sum() / sample.y.square().sum())
+        return float((y - sample.y).square().mean() / sample.power())
 
 
 class Sample(NamedTuple):
@@ -81,6 +85,11 @@ class Sample(NamedTuple):
     x: Tensor
     y: Tensor
     act: Activation
+
+    def power(self) -> Tensor:
+        """The mean square of y, by which errors are divided, or 1 if y is zero: a down projection may be zero."""
+        power = self.y.square().mean()
+        return torch.where(power > 0, power, 1)
 
 
 class Rows(NamedTuple):
@@ -154,7 +163,7 @@ def fit(
 def covariance_of(sample: Sample) -> Tensor:
     """H `[h, h]`, the mean of x x^T, with DAMPING."""
     covariance = sample.x.T @ sample.x / len(sample.x)
-    covariance.diagonal().add_(DAMPING * covariance.diagonal().mean())
+    covariance.diagonal().add_(DAMPING * covariance.diagonal().mean().clamp(min=TINY))
     return covariance
 
 
@@ -167,8 +176,12 @@ def sensitivities(gate: Tensor, value: Tensor, sample: Sample) -> tuple[Tensor, 
 
 def alternation(rows: Rows, covariance: Tensor, n_masks: int, structure: Structure) -> Fit:
     """Choose masks and weights for the quadratic error, by ADMM and then conjugate gradients."""
+    # A common factor of a neuron's a and b changes no solution. With a sum of 1, their products cannot underflow; and
+    # with the least value, a dead neuron, for which one or both are 0, has no quotient 0 / 0.
+    size = (rows.a + rows.b).clamp(min=TINY)
+    rows = rows._replace(a=(rows.a / size).clamp(min=LEAST_SHARE), b=(rows.b / size).clamp(min=LEAST_SHARE))
     scale = covariance.diagonal().sqrt()
-    roots = torch.stack((rows.a, rows.b)).sqrt().clamp(min=1e-12)  # [2, d', 1]
+    roots = torch.stack((rows.a, rows.b)).sqrt()  # [2, d', 1]
     values, vectors = torch.linalg.eigh(covariance / scale / scale[:, None])
     target = torch.stack((rows.gate, rows.value)) * roots * scale  # Y0, [2, d', h]
     pulled = target @ ((vectors * values) @ vectors.T)
@@ -197,7 +210,7 @@ def nearest(dense: Tensor, rows: Rows, n_masks: int, structure: Structure) -> tu
         structure: how masks may be chosen.
     """
     (g, v), (a, b) = dense, (rows.a, rows.b)
-    levels = torch.linspace(0, 1, n_masks + 1, device=g.device)
+    levels = torch.linspace(0, 1, n_masks + 1, device=g.device, dtype=g.dtype)
     gains = torch.stack([(a * p * g + b * (1 - p) * v).square() / (a * p**2 + b * (1 - p) ** 2) for p in levels])
     shares = structure.shares(gains, levels)
     return (a * shares * g + b * (1 - shares) * v) / (a * shares.square() + b * (1 - shares).square()), shares
@@ -208,7 +221,8 @@ def masks_of(shares: Tensor, n_masks: int, structure: Structure) -> Tensor:
     masks = structure.masks((shares * n_masks).round(), n_masks)
     generator = torch.Generator(shares.device).manual_seed(0)
     *rows, columns = masks.shape
-    order = torch.rand(*rows, columns // structure.columns, generator=generator, device=shares.device).argsort(0)
+    random = torch.empty(*rows, columns // structure.columns, device=shares.device, dtype=torch.float32)
+    order = random.uniform_(generator=generator).argsort(0)
     return masks.gather(0, order.repeat_interleave(structure.columns, -1))
 
 
@@ -220,17 +234,17 @@ def solve_weight(rows: Rows, covariance: Tensor, shares: Tensor, weight: Tensor)
     def normal(w: Tensor) -> Tensor:
         return (weighted * (factors * w @ covariance)).sum(0)
 
-    preconditioner = 1 / ((weighted * factors).sum(0) * covariance.diagonal()).clamp(min=1e-30)
+    preconditioner = 1 / ((weighted * factors).sum(0) * covariance.diagonal()).clamp(min=TINY)
     residual = (weighted * (torch.stack((rows.gate, rows.value)) @ covariance)).sum(0) - normal(weight)
     step = direction = preconditioner * residual
     size = (residual * step).sum(-1, keepdim=True)
     for _ in range(CG_STEPS):
         moved = normal(direction)
-        length = size / (direction * moved).sum(-1, keepdim=True).clamp(min=1e-30)
+        length = size / (direction * moved).sum(-1, keepdim=True).clamp(min=TINY)
         weight, residual = weight + length * direction, residual - length * moved
         step, before = preconditioner * residual, size
         size = (residual * step).sum(-1, keepdim=True)
-        direction = step + size / before.clamp(min=1e-30) * direction
+        direction = step + size / before.clamp(min=TINY) * direction
     return weight
 
 
@@ -238,7 +252,7 @@ def solve_down(fit: Fit, sample: Sample) -> Tensor:
     """The down projection `[h, d']` with the least squared error of y, with a ridge around the present one."""
     z = fit.neurons(sample.x, sample.act)
     normal = z.T @ z
-    ridge = RIDGE * normal.diagonal().mean()
+    ridge = RIDGE * normal.diagonal().mean().clamp(min=TINY)
     normal.diagonal().add_(ridge)
     return torch.linalg.solve(normal, z.T @ sample.y + ridge * fit.down.T).T
 
@@ -253,7 +267,7 @@ def joint(fit: Fit, sample: Sample) -> Fit:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1, (step + 1) / 20) * 0.5 * (1 + math.cos(math.pi * step / ADAM_STEPS))
     )
-    size = sample.y.square().mean()
+    size = sample.power()
     for _ in range(ADAM_STEPS):
         chosen = torch.randint(len(sample.x), (ADAM_TOKENS,), generator=generator, device=sample.x.device)
         with torch.enable_grad():

@@ -106,6 +106,7 @@ def from_swiglu(
     return result
 
 
+@torch.inference_mode(False)  # as in `mglu_ops.nn.convert`
 def convert(
     model: nn.Module,
     batches: Sequence[Any],

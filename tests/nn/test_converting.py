@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import UserDict
 
 import pytest
 import torch
@@ -45,6 +46,16 @@ def quick(monkeypatch):
     monkeypatch.setattr(fitting, "ADAM_STEPS", 40)
     monkeypatch.setattr(fitting, "ADAM_TOKENS", 128)
     torch.manual_seed(0)
+
+
+def huge(model):
+    model.layers[0].down_proj.weight.data *= 1e30
+    return model
+
+
+def with_nan(model):
+    model.layers[0].up_proj.weight.data[0, 0] = float("nan")
+    return model
 
 
 def model_and_batches(count=4, activation=F.silu):
@@ -115,6 +126,9 @@ def test_a_layer_that_runs_several_times_is_fitted_to_all_its_inputs(monkeypatch
     monkeypatch.setattr(converting, "fit_unit", lambda unit, x, n: seen.append(len(x)) or fit_unit(unit, x, n))
     convert(model, [{"x": x, "times": 3} for x in batches], tokens=600, progress=False)
     assert seen == [600, 600]
+    seen.clear()
+    convert(model, [{"x": x, "times": i} for x, i in zip(batches, (2, 1, 2, 2), strict=True)], progress=False)
+    assert seen == [7 * 256] * 2, "a batch with fewer calls must not end those of the next batch"
 
 
 fit_unit = converting.fit_unit
@@ -146,9 +160,112 @@ def test_a_stopped_conversion_goes_on(tmp_path, monkeypatch):
     assert again.errors == whole.errors
     for name, value in whole.model.state_dict().items():
         assert torch.equal(again.model.state_dict()[name], value)
-    for wrong, others in (({"n_masks": 2}, model), ({}, Model(SwiGLU(), SwiGLU()))):
-        with pytest.raises(ValueError, match=r"folder: got .*0000\.pt of a conversion with (n_masks|sums) "):
-            convert(others, batches, folder=tmp_path / "fits", **options, **wrong)
+    assert {file.name for file in (tmp_path / "fits").iterdir()} == {"0000.pt", "0001.pt"}
+    flipped = [x.flip(0) for x in batches]
+    others = (
+        ("n_masks", {"n_masks": 2}, model, batches),
+        ("weights", {}, Model(SwiGLU(), SwiGLU()), batches),
+        ("batches", {}, model, flipped),
+    )
+    for name, wrong, changed, given in others:
+        with pytest.raises(ValueError, match=rf"folder: got .*0000\.pt of a conversion with {name} "):
+            convert(changed, given, folder=tmp_path / "fits", **options, **wrong)
+
+
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
+    model, batches = model_and_batches()
+    options = {"tokens": 512, "progress": False}
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"folder: got .*file, must be a folder"):
+        convert(model, batches, folder=tmp_path / "file", **options)
+    convert(model, batches, folder=tmp_path / "fits", **options)
+    damaged = tmp_path / "fits" / "0001.pt"
+    whole = damaged.read_bytes()
+    torch.save({"other": 1}, tmp_path / "other.pt")
+    for content in (b"", whole[: len(whole) // 2], (tmp_path / "other.pt").read_bytes()):
+        damaged.write_bytes(content)
+        with pytest.raises(ValueError, match=r"folder: got .*0001\.pt, which cannot be read .* delete it"):
+            convert(model, batches, folder=tmp_path / "fits", **options)
+
+
+def test_a_digest_tells_apart_what_differs():
+    x = torch.randn(2, 3)
+    values = [
+        x,
+        x.T,
+        x.flip(0),
+        x.bfloat16(),
+        x[:1],
+        {"x": x},
+        {"y": x},
+        [x],
+        [x, x],
+        [x, 1],
+        [x, 2],
+        [x, "1"],
+        [x, None],
+    ]
+    assert len({converting.digest(value) for value in values}) == len(values)
+    assert converting.digest([{"x": x}]) == converting.digest([{"x": x.clone()}])
+    for dtype in (torch.int64, torch.float64, torch.float16, torch.bool):
+        tensor = torch.ones(2, 3, dtype=dtype)
+        converting.digest(tensor)
+        assert (tensor == 1).all(), "the tensor must not change"
+
+
+def test_padding_is_left_out_of_the_sample(monkeypatch):
+    class Padded(Model):
+        def forward(self, x, attention_mask=None):
+            return super().forward(x)
+
+    model, batches = Padded(SwiGLU(), SwiGLU()), model_and_batches()[1]
+    masks = [torch.arange(128) < torch.tensor([[128], [40 + i]]) for i in range(len(batches))]
+    seen = []
+    monkeypatch.setattr(converting, "fit_unit", lambda unit, x, n: seen.append(x) or fit_unit(unit, x, n))
+    padded = [
+        UserDict(x=x.masked_fill(~mask[..., None], float("nan")), attention_mask=mask.long())
+        for x, mask in zip(batches, masks, strict=True)
+    ]
+    convert(model, padded, progress=False)
+    wanted = torch.cat([model.norm(x[mask]) for x, mask in zip(batches, masks, strict=True)])
+    assert torch.equal(seen[0].sort(0).values, wanted.sort(0).values)
+
+
+def test_settings_of_the_caller_do_not_change_the_fit():
+    model, batches = model_and_batches()
+    alone = Model(model.layers[0])
+
+    def fitted():
+        return convert(alone, batches, 5, tokens=512, progress=False)
+
+    wanted = fitted()
+    with torch.inference_mode():
+        found = [fitted()]
+    assert not any(parameter.is_inference() for parameter in found[0].model.parameters())
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        try:
+            found.append(fitted())
+        finally:
+            torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        found.append(fitted())
+    with torch.autocast("cpu", torch.bfloat16):  # norms are not in bfloat16, so the layer's inputs are the same
+        found.append(fitted())
+    assert [one.errors for one in found] == [wanted.errors] * len(found)
+
+
+@pytest.mark.parametrize("n_masks", [1, 3])
+@pytest.mark.parametrize("names", [["gate"], ["up"], ["gate", "up"], ["down"]])
+@pytest.mark.parametrize("rows", [slice(3, 4), slice(None)])
+def test_dead_neurons_leave_the_fit_finite(n_masks, names, rows):
+    model, batches = model_and_batches(activation=F.relu)
+    for name in names:
+        model.layers[1].get_submodule(f"{name}_proj").weight.data[rows] = 0
+    result = convert(model, batches, n_masks, tokens=512, progress=False)
+    assert all(parameter.isfinite().all() for parameter in result.model.parameters())
+    errors = result.errors["layers.1"]
+    assert errors["joint"] == 0 if rows == slice(None) else 0 < errors["joint"] < errors["magnitude"]
 
 
 def test_the_table_has_a_line_for_each_layer():
@@ -180,7 +297,14 @@ def test_16_bits_are_fitted_in_float32():
             r"inputs of layers\.1 that are NaN",
         ),
         ({"batches": [{"x": torch.randn(2, 64, H), "times": 0}]}, ValueError, "does not run, must run all layers"),
-        ({"tokens": 0}, ValueError, "tokens: got 0, must be an int of at least 1"),
+        ({"tokens": 15}, ValueError, "tokens: got 15, must be an int of at least the hidden size, 16"),
+        ({"tokens": True}, ValueError, "tokens: got True, must be an int"),
+        ({"model": with_nan(Model(SwiGLU(), SwiGLU()))}, ValueError, r"model: got weights of layers\.0 that are NaN"),
+        (
+            {"batches": [torch.randn(2, 64, H)], "model": huge(Model(SwiGLU()))},
+            ValueError,
+            r"layers\.0, whose fit is NaN",
+        ),
         ({"folder": 3}, TypeError, "folder: got int, must be a path"),
         ({"n_masks": 17}, ValueError, "n_masks: got 17"),
         ({"projections": ["a", "b", "c"]}, ValueError, "must have a module with linear layers named a, b, c"),
@@ -189,5 +313,5 @@ def test_16_bits_are_fitted_in_float32():
 def test_what_cannot_be_fitted_is_refused(options, error, message):
     model, batches = model_and_batches()
     with pytest.raises(error, match=message):
-        convert(model, **{"batches": batches, "progress": False, **options})
+        convert(**{"model": model, "batches": batches, "progress": False, **options})
     assert not any(module._forward_pre_hooks for module in model.modules())
