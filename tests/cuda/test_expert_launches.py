@@ -358,6 +358,10 @@ def test_which_kernel_runs_experts() -> None:
     small = 8, 768, 2048, 2
     eight = [kernel(expert_call(1, *case)) for case in ((128, QWEN), (32, MIXTRAL), (32, small))]
     assert eight == ["decode_mma", "tile_wgmma", "decode_mma"]
+    # Only tiles multiply in fp8, so with x in fp8 they run from 8 rows on.
+    in_fp8 = {"weight_format": "fp8_row", "activation_format": "fp8_token"}
+    assert [kernel(expert_call(1, tokens, **in_fp8)) for tokens in (64, 128)] == ["decode_mma", "tile_wgmma"]
+    assert kernel(expert_call(1, 128, weight_format="fp8_row")) == "decode_mma"
     assert kernel(expert_call(1, 1), batch_invariant=True) == "tile_wgmma"
     call = expert_call(1, 4096)
     assert (
