@@ -284,7 +284,8 @@ def fit_unit(unit: GatedUnit, x: Tensor, n_masks: int) -> tuple[Tensor, Tensor, 
     """Fit a layer to the matrices of a gated linear unit. Returns its weight, masks, down projection and errors."""
     gate, up, down = (matrix.float() for matrix in unit[:3])
     act = get_activation(unit.activation)
-    with torch.autocast(x.device.type, enabled=False):  # autocast, which may be on for the model, would fit in 16 bits
+    # The caller's autocast would fit in 16 bits, and its default device would hold parts of the optimizer's state.
+    with x.device, torch.autocast(x.device.type, enabled=False):
         sample = Sample(x, F.linear(act.forward(F.linear(x, gate)) * F.linear(x, up), down), act)
         layer, errors = fit(Rows(gate, up, down, *sensitivities(gate, up, sample)), sample, n_masks)
     return layer.weight, layer.masks, layer.down, errors

@@ -303,7 +303,10 @@ def test_functions_transformed_by_torch_func_compile(transform):
     compiled = torch.compile(lambda w, x: transformed(w, x), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(layer.weight, layer.x), transformed(layer.weight, layer.x))
     if transform != "vmap":  # torch.compile traces the derivative of results that require a gradient
-        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"call that code under torch\.no_grad\(\)"):
+        advice = r"call that code under torch\.no_grad\(\)"
+        if torch.__version__ < "2.12":  # torch 2.11 fails before it calls the operator
+            advice = "anomaly metadata"
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=advice):
             compiled(leaf(layer.weight), layer.x)
         with torch.no_grad():
             found = compiled(leaf(layer.weight), layer.x)
