@@ -112,7 +112,7 @@ class Structure(NamedTuple):
             `[n + 1]`, which go from 0 to 1.
         masks: masks bool `[n, d', h]`, of which as many are 1 at each element as the counts `[d', h]` say, from the
             counts and n.
-        columns: masks may be exchanged in groups of so many columns.
+        columns: the number of neighbouring columns that are exchanged together between masks.
     """
 
     shares: Callable[[Tensor, Tensor], Tensor]
