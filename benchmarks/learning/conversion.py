@@ -79,7 +79,8 @@ def fit_layer(rows: Rows, sample: Sample, layer: MGLU, last: str, structure: Str
 def split(rows: Rows, errors: Tensor, width: int) -> Rows:
     """Split the neurons with the largest errors in two, so that there are `width`.
 
-    `errors` are `z' - z` `[tokens, d]`. One half weights errors of the gate by SPLIT, the other half errors of the value.
+    `errors` are `z' - z` `[tokens, d]`. One half weights errors of the gate by SPLIT, the other half weights errors of
+    the value.
     """
     count = width - len(rows.gate)
     if count > len(rows.gate):

@@ -6,10 +6,10 @@ For training, `parameter_groups` makes groups for the optimizer, `MaskStatistics
 
 from .baselines import GLU, LU
 from .conversion import from_swiglu
-from .converting import convert
 from .decomposing import decompose
 from .experts import ExpertsDown, MGLUExperts, MGLUExpertsFeedForward, NaiveMGLUExperts
 from .feed_forward import GeMGLU, MGLUFeedForward, ReMGLU, SwiMGLU
+from .fitted_conversion import convert
 from .freezing import freeze
 from .mask_statistics import MaskStatistics, flip_ratio, gate_ratio, mask_agreement
 from .mglu import MGLU

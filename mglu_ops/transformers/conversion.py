@@ -15,7 +15,7 @@ from ..activations import ACTIVATIONS
 from ..checks import FLOATING
 from ..nn import conversion
 from ..nn.conversion import GatedUnit
-from ..nn.converting import Conversion, FitOptions, fitted
+from ..nn.fitted_conversion import Conversion, FitOptions, fitted
 from .architectures import ARCHITECTURES, Architecture
 from .configuration import MGLUBalanceConfigMixin, check_feed_forward, check_mask_keys
 from .feed_forward import MGLUMoeExperts

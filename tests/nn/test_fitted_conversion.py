@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mglu_ops.nn import MGLUFeedForward, convert, converting, fitting, from_swiglu
+from mglu_ops.nn import MGLUFeedForward, convert, fitted_conversion, fitting, from_swiglu
 
 H, D = 16, 24
 
@@ -123,7 +123,7 @@ def test_batches_are_arguments_of_any_kind():
 def test_a_layer_that_runs_several_times_is_fitted_to_all_its_inputs(monkeypatch):
     model, batches = model_and_batches()
     seen = []
-    monkeypatch.setattr(converting, "fit_unit", lambda unit, x, n: seen.append(len(x)) or fit_unit(unit, x, n))
+    monkeypatch.setattr(fitted_conversion, "fit_unit", lambda unit, x, n: seen.append(len(x)) or fit_unit(unit, x, n))
     convert(model, [{"x": x, "times": 3} for x in batches], tokens=600, progress=False)
     assert seen == [600, 600]
     seen.clear()
@@ -131,7 +131,7 @@ def test_a_layer_that_runs_several_times_is_fitted_to_all_its_inputs(monkeypatch
     assert seen == [7 * 256] * 2, "a batch with fewer calls must not end those of the next batch"
 
 
-fit_unit = converting.fit_unit
+fit_unit = fitted_conversion.fit_unit
 
 
 def test_a_shared_layer_is_one_layer():
@@ -152,7 +152,7 @@ def test_a_stopped_conversion_goes_on(tmp_path, monkeypatch):
         return fit_unit(unit, x, n_masks)
 
     calls = []
-    monkeypatch.setattr(converting, "fit_unit", stop)
+    monkeypatch.setattr(fitted_conversion, "fit_unit", stop)
     with pytest.raises(KeyboardInterrupt):
         convert(model, batches, folder=tmp_path / "fits", **options)
     again = convert(model, batches, folder=tmp_path / "fits", **options)
@@ -205,11 +205,11 @@ def test_a_digest_tells_apart_what_differs():
         [x, "1"],
         [x, None],
     ]
-    assert len({converting.digest(value) for value in values}) == len(values)
-    assert converting.digest([{"x": x}]) == converting.digest([{"x": x.clone()}])
+    assert len({fitted_conversion.digest(value) for value in values}) == len(values)
+    assert fitted_conversion.digest([{"x": x}]) == fitted_conversion.digest([{"x": x.clone()}])
     for dtype in (torch.int64, torch.float64, torch.float16, torch.bool):
         tensor = torch.ones(2, 3, dtype=dtype)
-        converting.digest(tensor)
+        fitted_conversion.digest(tensor)
         assert (tensor == 1).all(), "the tensor must not change"
 
 
@@ -221,7 +221,7 @@ def test_padding_is_left_out_of_the_sample(monkeypatch):
     model, batches = Padded(SwiGLU(), SwiGLU()), model_and_batches()[1]
     masks = [torch.arange(128) < torch.tensor([[128], [40 + i]]) for i in range(len(batches))]
     seen = []
-    monkeypatch.setattr(converting, "fit_unit", lambda unit, x, n: seen.append(x) or fit_unit(unit, x, n))
+    monkeypatch.setattr(fitted_conversion, "fit_unit", lambda unit, x, n: seen.append(x) or fit_unit(unit, x, n))
     padded = [
         UserDict(x=x.masked_fill(~mask[..., None], float("nan")), attention_mask=mask.long())
         for x, mask in zip(batches, masks, strict=True)
@@ -269,7 +269,9 @@ def test_dead_neurons_leave_the_fit_finite(n_masks, names, rows):
 
 
 def test_the_table_has_a_line_for_each_layer():
-    result = converting.Conversion(None, {"a": {"magnitude": 0.5, "joint": 0.25}, "b": {"magnitude": 1, "joint": 0}})
+    result = fitted_conversion.Conversion(
+        None, {"a": {"magnitude": 0.5, "joint": 0.25}, "b": {"magnitude": 1, "joint": 0}}
+    )
     assert result.table().splitlines() == [
         "| layer | magnitude | joint |",
         "| --- | --- | --- |",
