@@ -19,7 +19,7 @@ With 8B parameters, a start takes 50 to 85 s on a bare H200 and less later; meas
 minutes has time for two starts of four variants with `--at-once 4`: four engines then share the GPU. They start
 together, and take turns to measure, while the others are idle. They slow down each other's start, which therefore has
 no row. Without `--at-once`, ten minutes are enough for one start of each of four or five variants. Qwen3-30B-A3B has
-memory for `--at-once 2`, and time for one start of four variants.
+memory for `--at-once 2`, and time for one start of four variants. Mixtral 8x7B in bfloat16 needs a GPU for itself.
 
 `--profile` writes serve_profile.csv instead: the time of a step by kernel, for the first number of sequences. Its gaps
 are the time of a step without the profiler in which no kernel runs.
@@ -124,10 +124,9 @@ MODELS = {
         "mixtral",
         "MixtralForCausalLM",
         {**_HEADS, **_8B, "num_experts_per_tok": 2, "num_local_experts": 8, "vocab_size": 32000},
-        8,
     ),
 }
-"""Name of a model on the command line -> the model. Of Mixtral, four variants with so many layers share a GPU."""
+"""Name of a model on the command line -> the model."""
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def jobs(results: Path) -> str:
                 "`convert(model, batches)`, then train",
                 "as when serving",
                 f"loss [{behind}](benchmarks/learning/README.md#conversion) to SwiGLU trained on, a tenth more text "
-                f"(25M weights, {seeds}, not enough to call them equal)",
+                f"(25M weights, {seeds})",
             ],
             [
                 "[On a CPU](csrc/cpu/README.md), 1 token",

@@ -233,19 +233,24 @@ def served_work(row: pd.Series) -> str:
 def serve(rows: pd.DataFrame) -> Iterator[str]:
     """Served models: a line for each kind of work and a column for each form of the model.
 
-    Ratios are to SwiGLU in the same engine: in vLLM's fp8 for forms whose weights have 8 bits, else in bfloat16.
+    Ratios are to SwiGLU in the same engine: in vLLM's fp8 for forms whose weights have 8 bits, else in bfloat16. If a
+    ratio differs from 1 by less than its spread, the spread stands beside it.
     """
     rows["line"] = rows.apply(served_work, axis="columns")
     rows["form"] = rows.variant + rows.n_masks.map(lambda n_masks: f", n_m = {n_masks}" if n_masks else "")
     is_fp8 = rows.variant.str.contains("fp8")
     rows["base"] = is_fp8.map({True: "SwiGLU, fp8", False: "SwiGLU"})
-    swiglu = rows[rows.n_masks == 0].set_index(["model", "line", "variant"]).microseconds.rename("swiglu")
-    rows = rows.join(swiglu, on=["model", "line", "base"])
+    rows["relative_spread"] = rows.spread / rows.microseconds
+    swiglu = rows[rows.n_masks == 0].set_index(["model", "line", "variant"])[["microseconds", "relative_spread"]]
+    rows = rows.join(swiglu.add_prefix("swiglu_"), on=["model", "line", "base"])
     seconds = rows.microseconds.map(lambda time: form("{:.0f}")(time / 1e6))
     figures = shown(rows, whole, "rate").where(~rows.work.isin([*SERVED, "prompts"]), seconds)
     figures = figures.where(rows.work != "prompts", shown(rows, ms))
-    gains = ", " + (rows.swiglu / rows.microseconds).map(speedup)
-    rows["text"] = figures + gains.where((rows.n_masks > 0) & rows.swiglu.notna(), "")
+    gains = rows.swiglu_microseconds / rows.microseconds
+    spreads = gains * (rows.relative_spread**2 + rows.swiglu_relative_spread**2) ** 0.5
+    is_clear = (gains - 1).abs() >= spreads
+    gains_text = gains.map(speedup).where(is_clear, gains.map(ratio) + spreads.map(form(" ± {:.2f}")))
+    rows["text"] = figures + (", " + gains_text).where((rows.n_masks > 0) & gains.notna(), "")
     for model, here in rows.groupby("model", sort=False):
         cells = in_order(here, "line", "form", here.text)
         forms = here.sort_values(["base", "n_masks", "variant"], kind="stable").form.unique()
