@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .. import notices
 from ..activations import ACTIVATIONS
@@ -193,6 +194,13 @@ def _in_own_class(converted: Any, architecture: Architecture, keys: dict[str, An
     result.tie_weights()
     for name, parameter in result.named_parameters():
         parameter.requires_grad_(converted.get_parameter(name).requires_grad)
+    if converted.is_gradient_checkpointing:
+        result.gradient_checkpointing_enable()  # also makes the embeddings' results require gradients
+        for name, module in converted.named_modules():  # the arguments with which it was enabled
+            if isinstance(module, GradientCheckpointingLayer):
+                layer = result.get_submodule(name)
+                layer.gradient_checkpointing = module.gradient_checkpointing
+                layer._gradient_checkpointing_func = module._gradient_checkpointing_func
     if converted.can_generate():
         result.generation_config = copy.deepcopy(converted.generation_config)
     return result.train(converted.training)

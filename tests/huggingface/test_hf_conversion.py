@@ -166,6 +166,21 @@ def test_dtypes_are_kept(dtype: torch.dtype) -> None:
     assert result.model.layers[0].mlp.down_proj.weight.dtype == dtype
 
 
+@EACH
+@pytest.mark.parametrize("part", ["language model", "decoder"])
+def test_gradient_checkpointing_stays_enabled(name: str, part: str) -> None:
+    model = tiny_swiglu(name).train()
+    model = model if part == "language model" else model.model
+    model.gradient_checkpointing_enable({"use_reentrant": True}, every_n_layers=2)
+    result = from_swiglu(model, 2)
+    layers = (result.model if part == "language model" else result).layers
+    assert [layer.gradient_checkpointing for layer in layers] == [True, False]
+    assert layers[0]._gradient_checkpointing_func.keywords == {"use_reentrant": True}
+    assert result.get_input_embeddings()(TOKENS).requires_grad, "reentrant checkpoints need it"
+    model.gradient_checkpointing_disable()
+    assert not from_swiglu(model, 2).is_gradient_checkpointing
+
+
 def test_decoders_and_activations() -> None:
     model = tiny_swiglu(hidden_act="gelu_pytorch_tanh").model
     result = from_swiglu(model, 1)
