@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .. import notices
 from ..activations import ACTIVATIONS
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
 
 _EXPERTS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
 """Attributes by which experts of Transformers describe `gate_up_proj` and `down_proj`, with the required values."""
+
+_SETTINGS = ("training", "gradient_checkpointing", "_gradient_checkpointing_func")
+"""Attributes of modules that a model of another class takes over."""
 
 
 @torch.no_grad()
@@ -47,7 +49,8 @@ def from_swiglu(
     `mglu_ops.nn.conversion.from_swiglu`, which this function extends, says how weights and masks are made from the gate
     and up matrices, and which feed-forward layers it takes. The experts of a mixture, which Transformers keeps in
     stacked matrices, are converted in the same way. Everything else is copied, with its settings: embeddings (tied ones
-    stay tied), attention, norms, routers of experts, the generation configuration, device, dtype and training mode.
+    stay tied), attention, norms, routers of experts, the generation configuration, device, dtype, training modes and
+    gradient checkpointing.
 
     - If this package has an MGLU class for the class of `model`, the result is of that class. Its `save_pretrained` and
       `from_pretrained` know the masks.
@@ -196,11 +199,9 @@ def _in_own_class(converted: Any, architecture: Architecture, keys: dict[str, An
         parameter.requires_grad_(converted.get_parameter(name).requires_grad)
     if converted.is_gradient_checkpointing:
         result.gradient_checkpointing_enable()  # also makes the embeddings' results require gradients
-        for name, module in converted.named_modules():  # the arguments with which it was enabled
-            if isinstance(module, GradientCheckpointingLayer):
-                layer = result.get_submodule(name)
-                layer.gradient_checkpointing = module.gradient_checkpointing
-                layer._gradient_checkpointing_func = module._gradient_checkpointing_func
+    for name, module in result.named_modules():
+        settings = vars(converted.get_submodule(name))
+        vars(module).update({key: settings[key] for key in _SETTINGS if key in settings})
     if converted.can_generate():
         result.generation_config = copy.deepcopy(converted.generation_config)
-    return result.train(converted.training)
+    return result
