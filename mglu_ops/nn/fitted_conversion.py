@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..activations import get_activation
-from ..files import FileError, as_path
+from ..files import FileError, as_path, check_writable
 from .conversion import GatedUnit, from_swiglu, gated_units
 from .feed_forward import MGLUFeedForward
 from .fitting import Rows, Sample, fit, sensitivities
@@ -109,9 +109,9 @@ def convert(
 
     Raises:
         TypeError: as in `from_swiglu`; or `batches` is not a sequence.
-        ValueError: as in `from_swiglu`; there are fewer tokens than the hidden size; a layer does not run, or its
-            weights, inputs or results are not finite; or `folder` is not a folder, or has damaged files or layers of
-            another conversion.
+        ValueError: as in `from_swiglu`; there are fewer tokens than the hidden size; a layer does not run; its weights,
+            inputs or results are not finite, or its fitted weights exceed the range of their dtype; or `folder` cannot
+            be written, or has damaged files or layers of another conversion.
     """
     student = from_swiglu(model, n_masks, projections=projections)
     units = gated_units(model, projections)
@@ -142,6 +142,15 @@ def check_errors(errors: Mapping[str, float], path: str) -> None:
             f"model: got {path}, whose fit is NaN or infinite, must have weights and results whose squares float32 can "
             "hold"
         )
+
+
+def check_range(layer: MGLUFeedForward, path: str) -> None:
+    for weight in (layer.mglu.weight, layer.down_proj.weight):
+        if not bool(weight.isfinite().all()):
+            raise ValueError(
+                f"model: got {path} in {weight.dtype}, which cannot hold its fitted weights, must be in a dtype of a "
+                "larger range; convert a copy in bfloat16 or float32"
+            )
 
 
 @torch.no_grad()
@@ -178,6 +187,8 @@ def fitted(
             key["weights"] = None if file is None else digest(unit)
             made = load(file, key) if file is not None and file.exists() else None
             if made is None:
+                if file is not None:
+                    check_writable("folder", file)
                 x = inputs_of(student, layer, calls[path], batches, run, tokens, path)
                 made = fit_unit(unit, x, layer.mglu.n_masks)
                 check_errors(made[3], path)
@@ -188,6 +199,7 @@ def fitted(
             assert layer.mglu.mask_logits is not None
             layer.mglu.mask_logits.copy_(torch.where(masks, LOGITS_STD, -LOGITS_STD))
             layer.down_proj.weight.copy_(down)
+            check_range(layer, path)
             bar.set_postfix(error=f"{[*errors[path].values()][-1]:.4f}")
     return Conversion(student, {path: errors[path] for path in calls})
 
@@ -323,10 +335,19 @@ def digest(value: object) -> str:
 
 
 def save(file: Path, key: Mapping[str, object], made: tuple[Any, ...]) -> None:
-    """Write a fitted layer, so that a call that is stopped, or runs beside another, leaves a whole file or none."""
+    """Write a fitted layer, so that a call that is stopped, or runs beside another, leaves a whole file or none.
+
+    Raises:
+        FileError: it cannot be written, for example because the disk is full.
+    """
     part = file.with_suffix(f".{uuid.uuid4().hex}.part")
-    torch.save({"key": dict(key), "made": made}, part)
-    part.replace(file)
+    try:
+        torch.save({"key": dict(key), "made": made}, part)
+        part.replace(file)
+    except (OSError, RuntimeError) as error:  # torch raises a RuntimeError if the disk is full
+        raise FileError(f"folder: {file} cannot be written; is the disk full? {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def load(file: Path, key: Mapping[str, object]) -> tuple[Any, ...]:

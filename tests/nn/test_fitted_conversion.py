@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections import UserDict
 
 import pytest
@@ -51,6 +52,13 @@ def quick(monkeypatch):
 def huge(model):
     model.layers[0].down_proj.weight.data *= 1e30
     return model
+
+
+def large_in_float16(model):
+    layer = model.layers[0]
+    layer.up_proj.weight.data *= 1e-3
+    layer.down_proj.weight.data *= 6e4 / layer.down_proj.weight.abs().max()
+    return model.half()
 
 
 def with_nan(model):
@@ -188,6 +196,26 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
             convert(model, batches, folder=tmp_path / "fits", **options)
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="needs a folder in which nobody can make files")
+def test_a_folder_is_checked_before_the_first_fit(monkeypatch):
+    model, batches = model_and_batches()
+    monkeypatch.setattr(fitted_conversion, "fit_unit", lambda *_: pytest.fail("a layer was fitted"))
+    with pytest.raises(ValueError, match=r"folder: /proc/0000\.pt cannot be written"):
+        convert(model, batches, folder="/proc", progress=False)
+
+
+def test_a_full_disk_is_an_error_and_leaves_no_part_of_a_file(tmp_path):
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=r"folder: .*0000\.pt cannot be written; is the disk full\?"):
+            fitted_conversion.save(tmp_path / "0000.pt", {}, (torch.zeros(10000),))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_digest_tells_apart_what_differs():
     x = torch.randn(2, 3)
     values = [
@@ -306,6 +334,11 @@ def test_16_bits_are_fitted_in_float32():
             {"batches": [torch.randn(2, 64, H)], "model": huge(Model(SwiGLU()))},
             ValueError,
             r"layers\.0, whose fit is NaN",
+        ),
+        (
+            {"batches": [torch.randn(2, 64, H).half()], "model": large_in_float16(Model(SwiGLU()))},
+            ValueError,
+            r"model: got layers\.0 in torch\.float16, which cannot hold its fitted weights, must be",
         ),
         ({"folder": 3}, TypeError, "folder: got int, must be a path"),
         ({"n_masks": 17}, ValueError, "n_masks: got 17"),
