@@ -122,16 +122,15 @@ def convert(
     """Make an MGLU model from a model of Transformers, with layers fitted to its results on real inputs.
 
     `mglu_ops.nn.convert` describes the fit, its arguments and its result; `from_swiglu` describes the class of the
-    model in the result.
+    model in the result. The experts of a layer are fitted one after the other, each on the tokens that choose it. The
+    errors of such a layer are the means over its experts.
 
     Raises:
-        TypeError: as in `from_swiglu`; or the model has experts, which are not fitted yet.
-        ValueError: as in `from_swiglu` and `mglu_ops.nn.convert`.
+        TypeError, ValueError: as in `from_swiglu` and `mglu_ops.nn.convert`.
     """
-    if (experts := next(_experts(model), None)) is not None:
-        raise TypeError(f"model: got a {type(experts[0]).__name__}, must have no experts; from_swiglu converts them")
     student = from_swiglu(model, n_masks, projections=projections)
-    return fitted(model, student, conversion.gated_units(model, projections), batches, **options)
+    units = conversion.gated_units(model, projections) | dict(_experts(model))
+    return fitted(model, student, units, batches, **options)
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[nn.Module, GatedUnit]]:

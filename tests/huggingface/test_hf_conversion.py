@@ -14,11 +14,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 import mglu_ops
+from mglu_ops.nn import fitting
 from mglu_ops.nn.conversion import WEIGHTS
 from mglu_ops.transformers import MGLUTrainer, convert, from_swiglu
 from tests.support.hf_models import BY_NAME, MIXTURES, SIZES, TOKENS, logits, mglus, tiny, tiny_swiglu
 
 EACH = pytest.mark.parametrize("name", BY_NAME)
+
+
+@pytest.fixture
+def quick_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "ADAM_STEPS", 20)
 
 
 def masks_of(mglu: Any) -> Tensor:
@@ -57,19 +63,28 @@ def test_all_but_the_feed_forward_layers_is_copied(name: str, init: str, tmp_pat
 
 
 @EACH
-def test_fitted_models_have_their_own_class_and_experts_are_refused(name: str, tmp_path: Path) -> None:
+def test_fitted_models_have_their_own_class(name: str, tmp_path: Path, quick_fits: None) -> None:
     model = tiny_swiglu(name)
     batches = [torch.randint(model.config.vocab_size, (4, 32)) for _ in range(2)]
-    if any(type(module).__name__.endswith("Experts") for module in model.modules()):
-        with pytest.raises(TypeError, match="must have no experts; from_swiglu converts them"):
-            convert(model, batches)
-        return
     result = convert(model, [{"input_ids": ids} for ids in batches], progress=False)
     assert type(result.model) is BY_NAME[name].mglu[1]
-    assert list(result.errors) == [f"model.layers.{i}.mlp" for i in range(model.config.num_hidden_layers)]
+    place = "mlp.experts" if name in MIXTURES else "mlp"
+    assert list(result.errors) == [f"model.layers.{i}.{place}" for i in range(model.config.num_hidden_layers)]
     assert all(errors["joint"] < errors["magnitude"] for errors in result.errors.values())
     result.model.save_pretrained(tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(result.model.eval()))
+
+
+@pytest.mark.parametrize("name", ["llama", MIXTURES[0]])
+def test_padding_does_not_change_a_fit(name: str, quick_fits: None) -> None:
+    model = tiny_swiglu(name)
+    ids = torch.randint(1, model.config.vocab_size, (8, 32))
+    mask = torch.arange(32) < torch.randint(8, 32, (8, 1))
+    errors = [
+        convert(model, [{"input_ids": ids.where(mask, padding), "attention_mask": mask.long()}], progress=False).errors
+        for padding in (0, 7)
+    ]
+    assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize("init", WEIGHTS)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mglu_ops.nn import MGLUFeedForward, convert, fitted_conversion, fitting, from_swiglu
+from mglu_ops.nn.conversion import GatedUnit
 
 H, D = 16, 24
 
@@ -96,6 +97,27 @@ def test_the_copy_is_nearer_to_the_model_than_one_by_magnitude(n_masks):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     held_out = [torch.randn(2, 64, H) for _ in range(2)]
     assert error(result.model, model, held_out) < 0.9 * error(from_swiglu(model, n_masks), model, held_out)
+
+
+def test_an_expert_is_fitted_on_its_own_tokens_and_on_others_if_these_are_few(monkeypatch):
+    sizes, samples = (3, 5, H), []
+
+    def record(unit, x, n_masks):
+        samples.append((unit, x))
+        value = float(len(samples))
+        return unit.gate, torch.ones(n_masks, *unit.gate.shape, dtype=torch.bool), unit.down, {"joint": value}
+
+    monkeypatch.setattr(fitted_conversion, "fit_unit", record)
+    unit = GatedUnit(torch.randn(sizes), torch.randn(sizes), torch.randn(3, H, 5), "silu")
+    x = torch.arange(60.0)[:, None].expand(-1, H)
+    ids = torch.tensor([[0, 9]] * 20 + [[1, 0]] * 10 + [[9, 9]] * 30)  # expert 0 has 30 tokens, 1 has 10, 2 has none
+    weight, masks, down, errors = fitted_conversion.fit_experts(unit, x, 2, ids)
+    assert [of[:, 0].tolist() for _, of in samples] == [[*range(30)], [*range(20, 30), *range(6)], [*range(16)]]
+    assert all(one.activation == "silu" and torch.equal(one.up, unit.up[i]) for i, (one, _) in enumerate(samples))
+    assert torch.equal(weight, unit.gate)
+    assert torch.equal(down, unit.down)
+    assert masks.shape == (3, 2, 5, H)
+    assert errors == {"joint": 2.0}
 
 
 def test_errors_are_those_of_the_layers():
