@@ -287,6 +287,15 @@ def test_a_model_without_an_mglu_class_trains_generates_and_is_loaded_into_anoth
     assert torch.equal(logits(again), expected)
 
 
+@pytest.mark.filterwarnings("ignore:from_swiglu. mglu_ops.transformers has no MGLU class")
+@pytest.mark.parametrize("name", OTHERS)
+def test_each_feed_forward_layer_of_other_models_is_fitted(name: str, quick_fits: None) -> None:
+    batches = [{"input_ids": torch.randint(1, 32, (4, 32))} for _ in range(2)]
+    result = convert(other(name), batches, progress=False)
+    assert len(result.errors) == len(mglus(result.model)) > 0
+    assert all(errors["joint"] < errors["magnitude"] for errors in result.errors.values())
+
+
 def test_a_head_of_another_kind_is_converted_in_its_class() -> None:
     config = LlamaConfig(**{**tiny_swiglu().config.to_dict(), "num_labels": 2})
     model = LlamaForSequenceClassification(config).eval()
