@@ -46,7 +46,7 @@ def main() -> None:
     train("teacher", teacher, loss_of_text, text, options.steps, lr=1e-3)
     report("teacher", teacher, held_out)
 
-    batches = [batch_of(text) for _ in range(options.tokens // (SEQUENCES * LENGTH))]
+    batches = [batch_of(text) for _ in range(-(-options.tokens // (SEQUENCES * LENGTH)))]
     start = time.perf_counter()
     model, errors = (conversion := convert(teacher, batches, options.n_masks, tokens=options.tokens))
     print(f"conversion: {len(errors)} layers took {time.perf_counter() - start:.1f} s; their errors after each step:")

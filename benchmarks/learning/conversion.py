@@ -14,9 +14,13 @@ from torch import Tensor
 
 from benchmarks.decoder import Block
 from benchmarks.language_model import LanguageModel
+from benchmarks.learning.mixture import GLUExperts, Mixture
 from benchmarks.learning.structure import two_of_four
 from mglu_ops.activations import get_activation
-from mglu_ops.nn import GLU, MGLU
+from mglu_ops.nn import GLU, MGLU, MGLUExperts
+from mglu_ops.nn.conversion import GatedUnit
+from mglu_ops.nn.experts import route
+from mglu_ops.nn.fitted_conversion import fit_experts
 from mglu_ops.nn.fitting import FREE, Fit, Rows, Sample, Structure, alternation, covariance_of, fit, sensitivities
 from mglu_ops.nn.masked_linear import LOGITS_STD
 
@@ -48,11 +52,17 @@ def fit_model(
     for block, own in zip(teacher.blocks, model.blocks, strict=True):
         assert isinstance(block, Block)
         assert isinstance(own, Block)
-        assert isinstance(block.projection, GLU)
-        assert isinstance(own.projection, MGLU)
         x = torch.cat([part + block.attention(block.attention_norm(part), rotation) for part in x.split(8)])
         normed = block.projection_norm(x).flatten(0, 1)
         teacher_layer = block.projection
+        if isinstance(teacher_layer, Mixture):
+            assert isinstance(own.projection, Mixture)
+            errors.append(fit_mixture(own.projection, teacher_layer, normed))
+            with torch.autocast(x.device.type, torch.bfloat16):  # as in training; grouped products want 16 bits
+                x = x + own.projection(normed).view_as(x)
+            continue
+        assert isinstance(teacher_layer, GLU)
+        assert isinstance(own.projection, MGLU)
         assert teacher_layer.gate_proj is not None
         sample = Sample(normed, block.down(teacher_layer(normed)), get_activation(teacher_layer.activation))
         gate, value = teacher_layer.gate_proj.weight, teacher_layer.up_proj.weight
@@ -64,6 +74,23 @@ def fit_model(
         own.down.weight.copy_(layer.down)
         x = x + F.linear(layer.neurons(normed, sample.act), layer.down).view_as(x)
         errors.append(of)
+    return errors
+
+
+def fit_mixture(own: Mixture, teacher: Mixture, x: Tensor) -> dict[str, float]:
+    """Fit the experts of a mixture to those of its teacher, and copy the router. Return the mean errors of experts."""
+    assert isinstance(own.projection, MGLUExperts)
+    assert isinstance(teacher.projection, GLUExperts)
+    assert teacher.projection.up_proj is not None
+    own.router.load_state_dict(teacher.router.state_dict())
+    _, ids = route(teacher.router(x), teacher.active, norm_topk_prob=True)
+    matrices = teacher.projection.gate_proj.weight, teacher.projection.up_proj.weight, teacher.down.weight
+    unit = GatedUnit(*matrices, own.projection.activation)
+    weight, masks, down, errors = fit_experts(unit, x, own.projection.n_masks, ids)
+    own.projection.weight.copy_(weight)
+    assert own.projection.mask_logits is not None
+    own.projection.mask_logits.copy_(torch.where(masks, LOGITS_STD, -LOGITS_STD))
+    own.down.weight.copy_(down)
     return errors
 
 

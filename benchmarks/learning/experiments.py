@@ -248,6 +248,9 @@ DISTILLED: dict[str, Any] = {"distilled": True, "text_share": 0.5}
 ANNEALED = {**DISTILLED, "continuous": 0.5, "mask_lr": 1.0}
 """Like DISTILLED, with masks that are continuous in the first half of the steps."""
 
+MIXED: tuple[tuple[str, dict[str, Any]], ...] = (("teacher", {}), ("joint", DISTILLED), ("joint", {}))
+"""Conversions of a mixture of 8 experts."""
+
 
 def ablations(percent: float, size: str) -> list[Recipe]:
     """SwiGLU trained on; one mask, with each step of the conversion added to those before; SwiGLU trained at once."""
@@ -447,6 +450,7 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     # The most informative runs come first.
     "conversion": [
         *seeds(ablations(10, "25M")),
+        *seeds(converted(start=start, experts=8, active=2, **options) for start, options in MIXED),
         *seeds(
             one for lr in (6e-4, 1e-3) for one in (converted(start="teacher", lr=lr), converted(lr=lr, **DISTILLED))
         ),

@@ -151,16 +151,18 @@ class Recipe:
             )
         if not 1 <= self.active <= self.experts:
             raise ValueError(f"active: got {self.active}, must be from 1 to experts, {self.experts}")
-        if self.is_mixture and (self.layer not in EXPERT_LAYERS or self.start is not None or self.down_gain != 1):
+        may_start = self.start is None or (self.start in ("teacher", STEPS[-1]) and self.width == 1)
+        if self.is_mixture and (self.layer not in EXPERT_LAYERS or not may_start or self.down_gain != 1):
             raise ValueError(
                 f"experts: got {self.experts} for {self.layer}, must be 1 for layers other than "
-                f"{', '.join(EXPERT_LAYERS)}, for converted models and with a down_gain"
+                f"{', '.join(EXPERT_LAYERS)}, with a down_gain, and for conversions except {STEPS[-1]} of width 1"
             )
         for name in ("continuous", "flips"):
             value = getattr(self, name)
             if not 0 <= value <= 1:
                 raise ValueError(f"{name}: got {value}, must be from 0 to 1")
-            if value and not (self.may_learn_otherwise or (name == "continuous" and self.is_fitted)):
+            is_soft_fit = name == "continuous" and self.is_fitted and not self.is_mixture
+            if value and not (self.may_learn_otherwise or is_soft_fit):
                 raise ValueError(
                     f"{name}: got {value} for {self.layer}, must be 0 unless the masks of mglu are learned with the "
                     "identity gradient and without top_k, experts and a start; after a fit, continuous may be more"
@@ -179,7 +181,7 @@ class Recipe:
 
     def _check_structure(self) -> None:
         is_masked = (self.may_learn_otherwise or self.is_fitted) and not self.continuous and not self.flips
-        if self.structure == "2:4" and not is_masked and (self.layer != "glu" or self.is_mixture):
+        if self.structure == "2:4" and (self.is_mixture or (not is_masked and self.layer != "glu")):
             raise ValueError(
                 f"structure: got 2:4 for {self.layer}, must be free unless the masks of mglu are learned with our "
                 "recipe's gradient and optimiser, from random parameters or from a fit, or for glu, without experts"
@@ -210,6 +212,7 @@ class Recipe:
     def teacher(self) -> Recipe:
         """The recipe of the SwiGLU model that `start` converts. Its width is 1."""
         one = Recipe("glu", size=self.size, megabytes=self.skip, seed=self.seed)
+        one = replace(one, experts=self.experts, active=self.active)
         return replace(one, vocabulary=self.vocabulary, paired=self.paired)
 
     @property

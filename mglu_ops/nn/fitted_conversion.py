@@ -8,6 +8,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
@@ -16,9 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..activations import get_activation
-from ..files import FileError, as_path
+from ..files import FileError, as_path, check_writable
 from .conversion import GatedUnit, from_swiglu, gated_units
-from .feed_forward import MGLUFeedForward
 from .fitting import Rows, Sample, fit, sensitivities
 from .masked_linear import LOGITS_STD
 
@@ -34,7 +34,7 @@ class FitOptions(TypedDict, total=False):
     Attributes:
         run: calls a model with a batch, in place of the calls that `convert` describes.
         tokens: size of the sample, drawn evenly from all batches, 65536 by default. It should be several times the
-            intermediate size.
+            intermediate size. An expert is fitted on the tokens of the sample that choose it, which should be as many.
         folder: a folder for the fitted layers. A call that was stopped goes on after the layers that are there. Layers
             of other feed-forward weights, batches or options are refused. Changes of `run`, or of other parts of the
             model, are not noticed.
@@ -109,9 +109,9 @@ def convert(
 
     Raises:
         TypeError: as in `from_swiglu`; or `batches` is not a sequence.
-        ValueError: as in `from_swiglu`; there are fewer tokens than the hidden size; a layer does not run, or its
-            weights, inputs or results are not finite; or `folder` is not a folder, or has damaged files or layers of
-            another conversion.
+        ValueError: as in `from_swiglu`; there are fewer tokens than the hidden size; a layer does not run; its weights,
+            inputs or results are not finite, or its fitted weights exceed the range of their dtype; or `folder` cannot
+            be written, or has damaged files or layers of another conversion.
     """
     student = from_swiglu(model, n_masks, projections=projections)
     units = gated_units(model, projections)
@@ -144,6 +144,15 @@ def check_errors(errors: Mapping[str, float], path: str) -> None:
         )
 
 
+def check_range(layer: Any, path: str) -> None:
+    for weight in (layer.mglu.weight, layer.down_proj.weight):
+        if not bool(weight.isfinite().all()):
+            raise ValueError(
+                f"model: got {path} in {weight.dtype}, which cannot hold its fitted weights, must be in a dtype of a "
+                "larger range; convert a copy in bfloat16 or float32"
+            )
+
+
 @torch.no_grad()
 def fitted(
     model: nn.Module,
@@ -163,9 +172,9 @@ def fitted(
     from tqdm import tqdm  # not needed by those who only import mglu_ops
 
     paths = {path: units[module] for path, module in model.named_modules() if module in units}
-    check_batches(batches, tokens, max(unit.gate.shape[1] for unit in paths.values()))
+    check_batches(batches, tokens, max(unit.gate.shape[-1] for unit in paths.values()))
     check_weights(paths)
-    layers: dict[str, MGLUFeedForward] = {path: student.get_submodule(path) for path in paths}
+    layers: dict[str, Any] = {path: student.get_submodule(path) for path in paths}
     run, errors = run or call, dict[str, dict[str, float]]()
     place, used = None if folder is None else made_folder(folder), None if folder is None else digest(batches)
     with in_evaluation_mode(student):
@@ -178,16 +187,19 @@ def fitted(
             key["weights"] = None if file is None else digest(unit)
             made = load(file, key) if file is not None and file.exists() else None
             if made is None:
-                x = inputs_of(student, layer, calls[path], batches, run, tokens, path)
-                made = fit_unit(unit, x, layer.mglu.n_masks)
+                if file is not None:
+                    check_writable("folder", file)
+                x, ids = inputs_of(student, layer, calls[path], batches, run, tokens, path)
+                fit_all = fit_unit if ids is None else partial(fit_experts, ids=ids)
+                made = fit_all(unit, x, layer.mglu.n_masks)
                 check_errors(made[3], path)
                 if file is not None:
                     save(file, key, made)
             weight, masks, down, errors[path] = made
             layer.mglu.weight.copy_(weight)
-            assert layer.mglu.mask_logits is not None
             layer.mglu.mask_logits.copy_(torch.where(masks, LOGITS_STD, -LOGITS_STD))
             layer.down_proj.weight.copy_(down)
+            check_range(layer, path)
             bar.set_postfix(error=f"{[*errors[path].values()][-1]:.4f}")
     return Conversion(student, {path: errors[path] for path in calls})
 
@@ -240,20 +252,23 @@ def calls_of(model: nn.Module, layers: Mapping[str, nn.Module], batch: Any, run:
 
 
 def inputs_of(
-    model: nn.Module, layer: MGLUFeedForward, calls: int, batches: Sequence[Any], run: Run, tokens: int, path: str
-) -> Tensor:
+    model: nn.Module, layer: Any, calls: int, batches: Sequence[Any], run: Run, tokens: int, path: str
+) -> tuple[Tensor, Tensor | None]:
     """A sample of the inputs of a layer, float32 `[at most about tokens, hidden]`, from each batch as many.
+
+    For a layer of experts, the experts of these tokens are the second result, int `[tokens, K]`.
 
     Raises:
         ValueError: there are too few, or they are not finite.
     """
-    found, share = list[list[Tensor]](), -(-tokens // (len(batches) * calls))
-    generator = torch.Generator("cpu").manual_seed(0)
+    found, share = list[list[list[Tensor]]](), -(-tokens // (len(batches) * calls))
+    generator, has_experts = torch.Generator("cpu").manual_seed(0), layer.mglu.weight.dim() == 3
 
     def keep(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        x = without_padding([*arguments, *options.values()][0].detach(), batch)
-        chosen = torch.randperm(len(x), generator=generator, device="cpu")[:share]
-        found[-1].append(x[chosen.to(x.device)].float())
+        given = [*arguments, *options.values()][: 1 + has_experts]
+        x, *ids = (without_padding(one.detach(), batch) for one in given)
+        chosen = torch.randperm(len(x), generator=generator, device="cpu")[:share].to(x.device)
+        found[-1].append([x[chosen].float(), *(one[chosen] for one in ids)])
         if len(found[-1]) == calls:
             raise _ReachedError
 
@@ -265,19 +280,22 @@ def inputs_of(
                 run(model, batch)
     finally:
         hook.remove()
-    x, least = torch.cat([x for of_batch in found for x in of_batch]), layer.mglu.in_features
+    x, *ids = map(torch.cat, zip(*(of_call for of_batch in found for of_call in of_batch), strict=True))
+    least = layer.mglu.in_features
     if len(x) < least:
         raise ValueError(f"batches: got {len(x)} tokens for {path}, must be at least its hidden size, {least}")
     if not bool(x.isfinite().all()):
         raise ValueError(f"batches: got inputs of {path} that are NaN or infinite, must be finite")
-    return x
+    return x, (ids[0] if ids else None)
 
 
 def without_padding(x: Tensor, batch: Any) -> Tensor:
-    """Rows `[tokens, hidden]` of x `[..., hidden]`, without tokens that the attention mask of the batch leaves out."""
+    """Rows `[tokens, n]` of x `[..., n]`, without tokens that the attention mask of the batch leaves out."""
     mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
     rows = x.reshape(-1, x.shape[-1])
-    return rows[mask.bool().to(x.device).flatten()] if isinstance(mask, Tensor) and mask.shape == x.shape[:-1] else rows
+    if isinstance(mask, Tensor) and mask.dim() == 2 and mask.numel() == len(rows):
+        return rows[mask.bool().to(x.device).flatten()]
+    return rows
 
 
 def fit_unit(unit: GatedUnit, x: Tensor, n_masks: int) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
@@ -288,7 +306,25 @@ def fit_unit(unit: GatedUnit, x: Tensor, n_masks: int) -> tuple[Tensor, Tensor, 
     with x.device, torch.autocast(x.device.type, enabled=False):
         sample = Sample(x, F.linear(act.forward(F.linear(x, gate)) * F.linear(x, up), down), act)
         layer, errors = fit(Rows(gate, up, down, *sensitivities(gate, up, sample)), sample, n_masks)
-    return layer.weight, layer.masks, layer.down, errors
+    return layer.weight.to(unit.gate.dtype), layer.masks, layer.down.to(unit.down.dtype), errors
+
+
+def fit_experts(
+    unit: GatedUnit, x: Tensor, n_masks: int, ids: Tensor
+) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
+    """Fit each expert to its matrices on the tokens that chose it. Returns stacked tensors, and the mean errors.
+
+    An expert of fewer tokens than the hidden size takes others too, up to that number.
+    """
+    found = []
+    for expert, matrices in enumerate(zip(*unit[:3], strict=True)):
+        is_own = (ids == expert).any(-1)
+        first = is_own.int().argsort(descending=True, stable=True)  # its own tokens come first
+        own = x[first[: max(int(is_own.sum()), x.shape[1])]]
+        found.append(fit_unit(GatedUnit(*matrices, unit.activation), own, n_masks))
+    *layers, errors = zip(*found, strict=True)
+    weight, masks, down = map(torch.stack, layers)
+    return weight, masks, down, {name: sum(one[name] for one in errors) / len(errors) for name in errors[0]}
 
 
 def made_folder(folder: object) -> Path:
@@ -323,10 +359,19 @@ def digest(value: object) -> str:
 
 
 def save(file: Path, key: Mapping[str, object], made: tuple[Any, ...]) -> None:
-    """Write a fitted layer, so that a call that is stopped, or runs beside another, leaves a whole file or none."""
+    """Write a fitted layer, so that a call that is stopped, or runs beside another, leaves a whole file or none.
+
+    Raises:
+        FileError: it cannot be written, for example because the disk is full.
+    """
     part = file.with_suffix(f".{uuid.uuid4().hex}.part")
-    torch.save({"key": dict(key), "made": made}, part)
-    part.replace(file)
+    try:
+        torch.save({"key": dict(key), "made": made}, part)
+        part.replace(file)
+    except (OSError, RuntimeError) as error:  # torch raises a RuntimeError if the disk is full
+        raise FileError(f"folder: {file} cannot be written; is the disk full? {error}") from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def load(file: Path, key: Mapping[str, object]) -> tuple[Any, ...]:

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 _EXPERTS = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
 """Attributes by which experts of Transformers describe `gate_up_proj` and `down_proj`, with the required values."""
 
+_SETTINGS = ("training", "gradient_checkpointing", "_gradient_checkpointing_func")
+"""Attributes of modules that a model of another class takes over."""
+
 
 @torch.no_grad()
 def from_swiglu(
@@ -46,7 +49,8 @@ def from_swiglu(
     `mglu_ops.nn.conversion.from_swiglu`, which this function extends, says how weights and masks are made from the gate
     and up matrices, and which feed-forward layers it takes. The experts of a mixture, which Transformers keeps in
     stacked matrices, are converted in the same way. Everything else is copied, with its settings: embeddings (tied ones
-    stay tied), attention, norms, routers of experts, the generation configuration, device, dtype and training mode.
+    stay tied), attention, norms, routers of experts, the generation configuration, device, dtype, training modes and
+    gradient checkpointing.
 
     - If this package has an MGLU class for the class of `model`, the result is of that class. Its `save_pretrained` and
       `from_pretrained` know the masks.
@@ -118,16 +122,15 @@ def convert(
     """Make an MGLU model from a model of Transformers, with layers fitted to its results on real inputs.
 
     `mglu_ops.nn.convert` describes the fit, its arguments and its result; `from_swiglu` describes the class of the
-    model in the result.
+    model in the result. The experts of a layer are fitted one after the other, each on the tokens that choose it. The
+    errors of such a layer are the means over its experts.
 
     Raises:
-        TypeError: as in `from_swiglu`; or the model has experts, which are not fitted yet.
-        ValueError: as in `from_swiglu` and `mglu_ops.nn.convert`.
+        TypeError, ValueError: as in `from_swiglu` and `mglu_ops.nn.convert`.
     """
-    if (experts := next(_experts(model), None)) is not None:
-        raise TypeError(f"model: got a {type(experts[0]).__name__}, must have no experts; from_swiglu converts them")
     student = from_swiglu(model, n_masks, projections=projections)
-    return fitted(model, student, conversion.gated_units(model, projections), batches, **options)
+    units = conversion.gated_units(model, projections) | dict(_experts(model))
+    return fitted(model, student, units, batches, **options)
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[nn.Module, GatedUnit]]:
@@ -193,6 +196,11 @@ def _in_own_class(converted: Any, architecture: Architecture, keys: dict[str, An
     result.tie_weights()
     for name, parameter in result.named_parameters():
         parameter.requires_grad_(converted.get_parameter(name).requires_grad)
+    if converted.is_gradient_checkpointing:
+        result.gradient_checkpointing_enable()  # also makes the embeddings' results require gradients
+    for name, module in result.named_modules():
+        settings = vars(converted.get_submodule(name))
+        vars(module).update({key: settings[key] for key in _SETTINGS if key in settings})
     if converted.can_generate():
         result.generation_config = copy.deepcopy(converted.generation_config)
-    return result.train(converted.training)
+    return result

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..nn import MGLU, ExpertsDown, MGLUExperts, MGLUFeedForward
 from ..nn.experts import OnRank
+from ..nn.masked_linear import PACKED
 from .configuration import ACTIVATIONS, activation_key
 from .quantization import MGLUQuantizationConfig
 
@@ -95,15 +96,19 @@ def feed_forward(mlp: nn.Module, name: str, config: Any, stored: MGLUQuantizatio
         intermediate = config.moe_intermediate_size if has_both else config.intermediate_size
         experts = MGLUMoeExperts(config.num_experts, config.hidden_size, intermediate, down_format, **options)
         mlp.experts = experts
-        _widen_logits(experts.mglu)
+        _set_up_masks(experts.mglu, config)
         return mlp
     layer = MGLUFeedForward(config.hidden_size, config.intermediate_size, **options)
-    _widen_logits(layer.mglu)
+    _set_up_masks(layer.mglu, config)
     return layer
 
 
-def _widen_logits(mglu: MGLU) -> None:
-    """Convert 16-bit logits to float32: training steps would not change them, and float16 would round some to 0."""
-    logits = mglu.mask_logits
-    if logits is not None:
+def _set_up_masks(mglu: MGLU, config: Any) -> None:
+    """Convert 16-bit logits to float32, and make packed masks a parameter in vLLM's Transformers backend."""
+    logits, masks = mglu.mask_logits, mglu.packed_masks
+    if logits is not None:  # training steps would not change 16-bit logits, and float16 would round some to 0
         mglu.mask_logits = nn.Parameter(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+    if masks is not None and config._attn_implementation == "vllm":
+        # vLLM checks that parameters were loaded, but not buffers. `register_parameter` would make it a buffer again.
+        del mglu.packed_masks
+        mglu._parameters[PACKED] = nn.Parameter(masks, requires_grad=False)

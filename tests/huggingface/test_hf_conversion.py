@@ -14,11 +14,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification
 
 import mglu_ops
+from mglu_ops.nn import fitting
 from mglu_ops.nn.conversion import WEIGHTS
 from mglu_ops.transformers import MGLUTrainer, convert, from_swiglu
 from tests.support.hf_models import BY_NAME, MIXTURES, SIZES, TOKENS, logits, mglus, tiny, tiny_swiglu
 
 EACH = pytest.mark.parametrize("name", BY_NAME)
+
+
+@pytest.fixture
+def quick_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fitting, "ADAM_STEPS", 20)
 
 
 def masks_of(mglu: Any) -> Tensor:
@@ -29,13 +35,14 @@ def masks_of(mglu: Any) -> Tensor:
 @pytest.mark.parametrize("init", WEIGHTS)
 def test_all_but_the_feed_forward_layers_is_copied(name: str, init: str, tmp_path: Path) -> None:
     model = tiny_swiglu(name, rms_norm_eps=1e-3, tie_word_embeddings=True, attention_dropout=0.25).train()
+    model.model.layers[1].eval()
     model.generation_config.max_length = 33
     model.model.norm.weight.requires_grad_(False)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     result = from_swiglu(model, 2, init=init)
 
     assert type(result) is BY_NAME[name].mglu[1]
-    assert result.training
+    assert all(module.training == ("layers.1" not in path) for path, module in result.named_modules())
     assert result.config.model_type == f"mglu_{name}"
     assert (result.config.n_masks, result.config.rms_norm_eps, result.config.attention_dropout) == (2, 1e-3, 0.25)
     assert result.generation_config.max_length == 33
@@ -56,19 +63,28 @@ def test_all_but_the_feed_forward_layers_is_copied(name: str, init: str, tmp_pat
 
 
 @EACH
-def test_fitted_models_have_their_own_class_and_experts_are_refused(name: str, tmp_path: Path) -> None:
+def test_fitted_models_have_their_own_class(name: str, tmp_path: Path, quick_fits: None) -> None:
     model = tiny_swiglu(name)
     batches = [torch.randint(model.config.vocab_size, (4, 32)) for _ in range(2)]
-    if any(type(module).__name__.endswith("Experts") for module in model.modules()):
-        with pytest.raises(TypeError, match="must have no experts; from_swiglu converts them"):
-            convert(model, batches)
-        return
     result = convert(model, [{"input_ids": ids} for ids in batches], progress=False)
     assert type(result.model) is BY_NAME[name].mglu[1]
-    assert list(result.errors) == [f"model.layers.{i}.mlp" for i in range(model.config.num_hidden_layers)]
+    place = "mlp.experts" if name in MIXTURES else "mlp"
+    assert list(result.errors) == [f"model.layers.{i}.{place}" for i in range(model.config.num_hidden_layers)]
     assert all(errors["joint"] < errors["magnitude"] for errors in result.errors.values())
     result.model.save_pretrained(tmp_path)
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(result.model.eval()))
+
+
+@pytest.mark.parametrize("name", ["llama", MIXTURES[0]])
+def test_padding_does_not_change_a_fit(name: str, quick_fits: None) -> None:
+    model = tiny_swiglu(name)
+    ids = torch.randint(1, model.config.vocab_size, (8, 32))
+    mask = torch.arange(32) < torch.randint(8, 32, (8, 1))
+    errors = [
+        convert(model, [{"input_ids": ids.where(mask, padding), "attention_mask": mask.long()}], progress=False).errors
+        for padding in (0, 7)
+    ]
+    assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize("init", WEIGHTS)
@@ -166,6 +182,21 @@ def test_dtypes_are_kept(dtype: torch.dtype) -> None:
     assert result.model.layers[0].mlp.down_proj.weight.dtype == dtype
 
 
+@EACH
+@pytest.mark.parametrize("part", ["language model", "decoder"])
+def test_gradient_checkpointing_stays_enabled(name: str, part: str) -> None:
+    model = tiny_swiglu(name).train()
+    model = model if part == "language model" else model.model
+    model.gradient_checkpointing_enable({"use_reentrant": True}, every_n_layers=2)
+    result = from_swiglu(model, 2)
+    layers = (result.model if part == "language model" else result).layers
+    assert [layer.gradient_checkpointing for layer in layers] == [True, False]
+    assert layers[0]._gradient_checkpointing_func.keywords == {"use_reentrant": True}
+    assert result.get_input_embeddings()(TOKENS).requires_grad, "reentrant checkpoints need it"
+    model.gradient_checkpointing_disable()
+    assert not from_swiglu(model, 2).is_gradient_checkpointing
+
+
 def test_decoders_and_activations() -> None:
     model = tiny_swiglu(hidden_act="gelu_pytorch_tanh").model
     result = from_swiglu(model, 1)
@@ -254,6 +285,15 @@ def test_a_model_without_an_mglu_class_trains_generates_and_is_loaded_into_anoth
         again = mglu_ops.freeze(from_swiglu(model, 2, mask_top_k=1))
     safetensors.torch.load_model(again, tmp_path / "model.safetensors")
     assert torch.equal(logits(again), expected)
+
+
+@pytest.mark.filterwarnings("ignore:from_swiglu. mglu_ops.transformers has no MGLU class")
+@pytest.mark.parametrize("name", OTHERS)
+def test_each_feed_forward_layer_of_other_models_is_fitted(name: str, quick_fits: None) -> None:
+    batches = [{"input_ids": torch.randint(1, 32, (4, 32))} for _ in range(2)]
+    result = convert(other(name), batches, progress=False)
+    assert len(result.errors) == len(mglus(result.model)) > 0
+    assert all(errors["joint"] < errors["magnitude"] for errors in result.errors.values())
 
 
 def test_a_head_of_another_kind_is_converted_in_its_class() -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, CompileConfig, LlamaConfig
 from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import mglu_ops.transformers as mt
 from mglu_ops.activations import get_activation
@@ -210,6 +211,17 @@ def test_logits_stay_in_float32(dtype: torch.dtype) -> None:
     assert all(mglu.mask_logits.dtype == torch.float32 for mglu in mglus(model))
     assert all(mglu.weight.dtype == dtype for mglu in mglus(model))
     assert logits(model).dtype == dtype
+
+
+@EACH
+def test_packed_masks_are_parameters_in_vllms_transformers_backend(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It checks that a checkpoint has all parameters, but not that it has all buffers."""
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "vllm", lambda *args, **options: None)  # as vLLM does
+    config = BY_NAME[name].config(**sizes_of(name), learnable_masks=False, attn_implementation="vllm")
+    model = AutoModel.from_config(config)
+    assert dict(model.named_parameters()).keys() == model.state_dict().keys()
+    assert all(mglu.packed_masks.dtype == torch.uint8 and not mglu.learnable_masks for mglu in mglus(model))
+    check_masks(model)
 
 
 def generated(model: Any, **options: Any) -> list[list[int]]:

@@ -57,6 +57,12 @@ def test_neurons_that_are_split_are_those_with_the_largest_errors():
 FITTED = [{"n_masks": 1}, {"n_masks": 4}, {"n_masks": 1, "structure": "2:4"}, {"n_masks": 4, "structure": "2:4"}]
 
 
+def first_inputs(model, run):
+    """The inputs of the first feed-forward layer of a model for the first text that a run reads."""
+    x, block = model.embedding(run.windows.batch(run.skipped)[:, :-1]), model.blocks[0]
+    return block.projection_norm(x + block.attention(block.attention_norm(x), (model.cosine, model.sine)))
+
+
 @pytest.mark.parametrize("options", [*sample(FITTED, 4), {"n_masks": 1, "width": 1.25}], ids=str)
 def test_each_step_of_a_fit_lowers_the_error(options, text):
     one = tiny_run(text, 4, layer="mglu", start="joint", skip=0.001, paired=True, **options)
@@ -70,15 +76,27 @@ def test_each_step_of_a_fit_lowers_the_error(options, text):
         assert 0 < joint < down < alternation
         assert alternation < magnitude or one.n_masks == 4, "the errors of several masks' products only cancel later"
     run = training.Training(one, text, "cpu", False, teacher.state_dict(), made)
-    batch = run.windows.batch(run.skipped)
     with torch.no_grad():
-        x = teacher.embedding(batch[:, :-1])
-        x = x + teacher.blocks[0].attention(teacher.blocks[0].attention_norm(x), (teacher.cosine, teacher.sine))
-        x = teacher.blocks[0].projection_norm(x)
+        x = first_inputs(teacher, run)
         wanted, found = (model.blocks[0].down(model.blocks[0].projection(x)) for model in (teacher, run.model))
     error = float((found - wanted).square().sum() / wanted.square().sum())
     assert error == pytest.approx(made["errors"][0]["joint"], rel=0.5), "another quarter of the sample"
     assert torch.equal(run.model.embedding.weight, teacher.embedding.weight)
+
+
+def test_a_mixture_is_converted_expert_by_expert(text):
+    one = tiny_run(text, 4, n_masks=1, start="joint", skip=0.001, paired=True, experts=4, active=2)
+    teacher = one.teacher.model()
+    for block in teacher.blocks:
+        block.projection.projection.gate_proj.weight.data *= 4
+    made = training.fitted(one, text, teacher.state_dict(), "cpu")
+    assert all(0 < errors["joint"] < errors["down"] < errors["magnitude"] for errors in made["errors"])
+    run = training.Training(one, text, "cpu", False, teacher.state_dict(), made)
+    with torch.no_grad():
+        x = first_inputs(teacher, run)
+        wanted, found = (model.blocks[0].projection(x) for model in (teacher, run.model))
+    error = float((found - wanted).square().sum() / wanted.square().sum())
+    assert error < 2 * made["errors"][0]["joint"]
 
 
 def test_runs_share_a_fit_and_begin_with_the_teacher(text, tmp_path):
@@ -111,9 +129,11 @@ def test_the_experiment_compares_conversions_with_swiglu_trained_on_the_same_tex
     assert [one.size for one in runs] == sorted(one.size for one in runs), "small models first"
     for one in runs:
         baseline = Recipe("glu", size=one.size, megabytes=one.megabytes, lr=one.lr, skip=60.0, seed=one.seed)
+        baseline = replace(baseline, experts=one.experts, active=one.active)
         if one.start is not None:
             assert replace(baseline, start="teacher", vocabulary=256, paired=True) in runs
-            assert one.teacher == replace(experiments.STRUCTURE[0], size=one.size, seed=one.seed)
+            experts = {"experts": one.experts, "active": one.active}
+            assert one.teacher == replace(experiments.STRUCTURE[0], size=one.size, seed=one.seed, **experts)
         assert cost.layer_of(one).megabytes == Recipe.megabytes
 
 

@@ -42,6 +42,8 @@ def test_names_of_runs_are_unique_and_survive_a_file_system():
         {"active": 2},
         {"experts": 4, "layer": "glu_shared"},
         {"experts": 4, "down_gain": 0.5},
+        {"experts": 4, "start": "magnitude"},
+        {"experts": 4, "start": "joint", "width": 1.5},
         {"continuous": 1.5},
         {"continuous": 0.5, "top_k": 1},
         {"flips": 0.2, "learned": False},

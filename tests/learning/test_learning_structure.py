@@ -78,6 +78,7 @@ def test_pruned_matrices_have_the_gradient_of_sr_ste():
         {"structure": "2:4", "learned": False},
         {"structure": "2:4", "continuous": 0.5},
         {"structure": "2:4", "layer": "glu", "experts": 4},
+        {"structure": "2:4", "experts": 4, "start": "joint"},
         {"centered": True},
         {"decay": 0.1, "layer": "glu"},
         {"decay": 0.1, "structure": "2:4"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections import UserDict
 
 import pytest
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mglu_ops.nn import MGLUFeedForward, convert, fitted_conversion, fitting, from_swiglu
+from mglu_ops.nn.conversion import GatedUnit
 
 H, D = 16, 24
 
@@ -53,6 +55,13 @@ def huge(model):
     return model
 
 
+def large_in_float16(model):
+    layer = model.layers[0]
+    layer.up_proj.weight.data *= 1e-3
+    layer.down_proj.weight.data *= 6e4 / layer.down_proj.weight.abs().max()
+    return model.half()
+
+
 def with_nan(model):
     model.layers[0].up_proj.weight.data[0, 0] = float("nan")
     return model
@@ -88,6 +97,27 @@ def test_the_copy_is_nearer_to_the_model_than_one_by_magnitude(n_masks):
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     held_out = [torch.randn(2, 64, H) for _ in range(2)]
     assert error(result.model, model, held_out) < 0.9 * error(from_swiglu(model, n_masks), model, held_out)
+
+
+def test_an_expert_is_fitted_on_its_own_tokens_and_on_others_if_these_are_few(monkeypatch):
+    sizes, samples = (3, 5, H), []
+
+    def record(unit, x, n_masks):
+        samples.append((unit, x))
+        value = float(len(samples))
+        return unit.gate, torch.ones(n_masks, *unit.gate.shape, dtype=torch.bool), unit.down, {"joint": value}
+
+    monkeypatch.setattr(fitted_conversion, "fit_unit", record)
+    unit = GatedUnit(torch.randn(sizes), torch.randn(sizes), torch.randn(3, H, 5), "silu")
+    x = torch.arange(60.0)[:, None].expand(-1, H)
+    ids = torch.tensor([[0, 9]] * 20 + [[1, 0]] * 10 + [[9, 9]] * 30)  # expert 0 has 30 tokens, 1 has 10, 2 has none
+    weight, masks, down, errors = fitted_conversion.fit_experts(unit, x, 2, ids)
+    assert [of[:, 0].tolist() for _, of in samples] == [[*range(30)], [*range(20, 30), *range(6)], [*range(16)]]
+    assert all(one.activation == "silu" and torch.equal(one.up, unit.up[i]) for i, (one, _) in enumerate(samples))
+    assert torch.equal(weight, unit.gate)
+    assert torch.equal(down, unit.down)
+    assert masks.shape == (3, 2, 5, H)
+    assert errors == {"joint": 2.0}
 
 
 def test_errors_are_those_of_the_layers():
@@ -186,6 +216,26 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
         damaged.write_bytes(content)
         with pytest.raises(ValueError, match=r"folder: got .*0001\.pt, which cannot be read .* delete it"):
             convert(model, batches, folder=tmp_path / "fits", **options)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="needs a folder in which nobody can make files")
+def test_a_folder_is_checked_before_the_first_fit(monkeypatch):
+    model, batches = model_and_batches()
+    monkeypatch.setattr(fitted_conversion, "fit_unit", lambda *_: pytest.fail("a layer was fitted"))
+    with pytest.raises(ValueError, match=r"folder: /proc/0000\.pt cannot be written"):
+        convert(model, batches, folder="/proc", progress=False)
+
+
+def test_a_full_disk_is_an_error_and_leaves_no_part_of_a_file(tmp_path):
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, limits[1]))
+    try:
+        with pytest.raises(ValueError, match=r"folder: .*0000\.pt cannot be written; is the disk full\?"):
+            fitted_conversion.save(tmp_path / "0000.pt", {}, (torch.zeros(10000),))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_digest_tells_apart_what_differs():
@@ -306,6 +356,11 @@ def test_16_bits_are_fitted_in_float32():
             {"batches": [torch.randn(2, 64, H)], "model": huge(Model(SwiGLU()))},
             ValueError,
             r"layers\.0, whose fit is NaN",
+        ),
+        (
+            {"batches": [torch.randn(2, 64, H).half()], "model": large_in_float16(Model(SwiGLU()))},
+            ValueError,
+            r"model: got layers\.0 in torch\.float16, which cannot hold its fitted weights, must be",
         ),
         ({"folder": 3}, TypeError, "folder: got int, must be a path"),
         ({"n_masks": 17}, ValueError, "n_masks: got 17"),

@@ -355,6 +355,21 @@ def test_another_checkpoint_is_loaded_into_a_running_engine(kind: str, learnable
     assert [answer.tokens for (answer,) in found] == expected
 
 
+@pytest.mark.parametrize(("kind", "learnable_masks"), [("llama", False), ("llama", True), ("mixtral", False)])
+def test_the_transformers_backend_refuses_a_checkpoint_without_masks(
+    kind: str, learnable_masks: bool, tmp_path: Path
+) -> None:
+    from tests.support.hf_models import rewrite
+
+    make_model(kind, learnable_masks, None, "dense", tmp_path / "model")
+    masks = "mask_logits" if learnable_masks else "packed_masks"
+    name = f"model.layers.1.mlp.{'experts.' if kind == 'mixtral' else ''}mglu.{masks}"
+    rewrite(tmp_path / "model", lambda tensors: {key: value for key, value in tensors.items() if key != name})
+    process = start(tmp_path / "model", [[(PROMPT, NEW_TOKENS)]], {**SIZES, **TRANSFORMERS_BACKEND, **EAGER})
+    assert process.returncode != 0
+    assert f"not initialized from checkpoint: {{'{name}'}}" in process.stdout + process.stderr
+
+
 @pytest.mark.parametrize(
     ("kind", "weight_format", "architecture", "message"),
     [
