@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.jit._builtins import _find_builtin
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -320,6 +320,16 @@ def bodies_of(node: Node) -> list[GraphModule | None]:
         for argument in named
         if not isinstance(getattr(module, str(argument.target), None), Tensor)
     ]
+
+
+def calls_of_bodies(graph: Graph) -> dict[GraphModule, list[Node]]:
+    """The bodies of the higher-order operators in a graph, with the calls of each body."""
+    found: dict[GraphModule, list[Node]] = {}
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            for body in filter(None, bodies_of(node)):
+                found.setdefault(body, []).append(node)
+    return found
 
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------

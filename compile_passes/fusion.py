@@ -24,12 +24,12 @@ from mglu_ops import formats, given, notices, ops
 from .evaluate import Evaluation
 from .memory import Memory, Surroundings
 from .near_misses import find_near_misses
-from .prepare import inline_no_grad, record_examples
+from .prepare import inline_no_grad, record_examples, recorded_bodies
 from .proof import Layer, check, spelled
 from .recognise import Recogniser
 from .report import FusionReport, SiteReport, layers_present, line, report_at
 from .rewrite import Replacement, replacement, rewrite
-from .shapes import example, tensor_example
+from .shapes import example, submodule, tensor_example
 from .sites import Refusal, Site, find_sites, interior, parts_of
 from .symbols import calls_read_once
 from .view import View
@@ -286,20 +286,34 @@ def fuse(
     inline_no_grad(fused, trains=torch.is_grad_enabled())
     with _without_saved_tensors_hooks():
         record_examples(fused, example_inputs)
+        bodies = list(recorded_bodies(fused))
     report = FusionReport() if report is None else report
-    lifted = _lifted_numbers(gm)
-    fuse_graph(
-        fused.graph, report, strict=strict, assume_binary=assume_binary, constants=lambda node: lifted.get(node.target)
-    )
+    lifted, surroundings = _lifted_numbers(gm), Surroundings(fused)
+    for module in (*bodies, fused):
+        fuse_graph(
+            module.graph,
+            report,
+            strict=strict,
+            assume_binary=assume_binary,
+            constants=lambda node: lifted.get(node.target) if node.graph.owning_module is fused else None,
+            surroundings=surroundings,
+        )
+        module.recompile()
     if strict and not report.fused and not report.present:
         raise FusionError("strict fusion: nothing was fused")
-    fused.recompile()
     return fused
 
 
 def _copy(gm: GraphModule) -> GraphModule:
-    """A graph module with a copy of the graph of `gm`, and with the metadata that a Dynamo backend reads."""
+    """A graph module with copies of the graph of `gm` and of the bodies of its higher-order operators.
+
+    It has the metadata that a Dynamo backend reads.
+    """
     copied = GraphModule(gm, copy.deepcopy(gm.graph))
+    for node in copied.graph.find_nodes(op="get_attr"):
+        body = submodule(gm.graph, node)
+        if body is not None:
+            setattr(copied, str(node.target), _copy(body))
     copied.meta = dict(gm.meta)
     if hasattr(gm, "_param_name_to_source"):  # tells AOTAutograd which inputs are parameters
         copied._param_name_to_source = gm._param_name_to_source
