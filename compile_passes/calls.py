@@ -129,7 +129,7 @@ def _watched(node: Node, mode: FakeTensorMode) -> Effect | None:
 
 
 def fake_copy(mode: FakeTensorMode, value: Any, smallest: int = 0) -> Any:
-    """A fake tensor like `value`, with sizes of at least `smallest`; for a symbolic number, its value during tracing."""
+    """A fake tensor like `value`, with no size below `smallest`; for a symbolic number, its value during tracing."""
     if isinstance(value, Tensor):
         shape, stride = [max(_number(n), smallest) for n in value.shape], [_number(n) for n in value.stride()]
         with _disable_current_modes():

@@ -176,7 +176,8 @@ class Recogniser:
         value = self.value(argument)
         if isinstance(value, Weighted):
             return value
-        if isinstance(value, (Scalar, Levels, Binary, Bundle)):
+        is_masked = isinstance(value, (Levels, Binary)) and self.key(argument) in self.masked_weights
+        if isinstance(value, (Scalar, Levels, Binary, Bundle)) and not is_masked:
             return None
         if is_matrix(argument):
             return Weighted(argument, None)
