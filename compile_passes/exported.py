@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import operator
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -118,7 +118,7 @@ def _layers_in_bodies(graph: Graph) -> Iterator[SiteReport]:
     """The layers in the bodies of higher-order operators, as misses: the bodies stay as they are."""
     for body, (call, *_) in calls_of_bodies(graph).items():
         found = FusionReport()
-        with torch.no_grad():
+        with torch.no_grad(), suppress(ValueError):  # a body that cannot be run on fake tensors
             fuse(body, report=found)
         reason = (
             f"it is in the body of `{call.target}`, and in an exported program the pass fuses no bodies; export the "

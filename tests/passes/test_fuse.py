@@ -363,6 +363,23 @@ def test_fuse_the_body_of_a_checkpoint(training: bool, captured: bool) -> None:
     assert [site.operator for site in report.fused] == ["forward_ste" if training else "forward"]
 
 
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_write_after_a_body_prevents_fusing_in_it(captured: bool) -> None:
+    """The tensor of a body that runs again is still known as the tensor of the graph around it."""
+    weight, m, report = parameter(SQUARE, SQUARE), torch.rand(SQUARE, SQUARE) > 0.5, FusionReport()
+
+    def function(x: Tensor) -> Tensor:
+        w = weight * 1
+        y: Tensor = checkpoint(lambda x, w: F.silu(F.linear(x, w * m)) * F.linear(x, w * ~m), x, w, use_reentrant=False)
+        w.mul_(2)
+        return y
+
+    with torch.set_grad_enabled(captured):
+        gm, inputs = _captured(function, torch.randn(4, SQUARE))
+    mglu_ops.fuse(gm, inputs, report=report)
+    assert "the graph around this one writes in place to `w`" in str(report)
+
+
 def test_the_body_of_an_unknown_higher_order_operator_is_left_as_it_is() -> None:
     """Two rows of x are the inputs of a body of `associative_scan`, so that its inputs are not operands of the call."""
     x, w, m = torch.randn(4, SQUARE), torch.randn(SQUARE, SQUARE), torch.rand(SQUARE, SQUARE) > 0.5
