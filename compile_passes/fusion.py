@@ -29,7 +29,7 @@ from .proof import Layer, check, spelled
 from .recognise import Recogniser
 from .report import FusionReport, SiteReport, layers_present, line, report_at
 from .rewrite import Replacement, replacement, rewrite
-from .shapes import example, submodule, tensor_example
+from .shapes import example, requires_grad, submodule, tensor_example
 from .sites import Refusal, Site, find_sites, interior, parts_of
 from .symbols import calls_read_once
 from .view import View
@@ -190,8 +190,11 @@ def _fuse_site(
 def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
     """A note for each layer, or an empty text.
 
-    A note says that several operators read the layer's weight, or why the layer's operator reads a decoded weight.
+    A note says that several operators read the layer's weight, why the layer's operator reads a decoded weight, or that
+    a policy of selective checkpointing must name the operator.
     """
+    body = recogniser.view.graph.owning_module
+    has_policy = body is not None and "_checkpoint_context_fn" in body.meta
     keys = [recogniser.key(layer.weight) for layer in layers]
     notes = []
     for key, layer in zip(keys, layers, strict=True):
@@ -205,6 +208,12 @@ def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
             note.append(
                 f"The program decodes the weight `{layer.weight.name}` from 8 or 4 bits at each call, and the "
                 f"operator does not read it as it is stored: {layer.why_decoded}"
+            )
+        if has_policy and requires_grad(layer.site.root):
+            operator = "grouped_forward_train" if layer.is_of_experts else "forward_train"
+            note.append(
+                "The layer is in a selective checkpoint, whose policy no longer sees matrix products of the layer; to "
+                f"save what backward reads, name torch.ops.mglu.{operator} in the policy"
             )
         notes.append(". ".join(note))
     return notes
