@@ -268,6 +268,8 @@ def fuse(
 ) -> GraphModule:
     """Copy a graph module, with its MGLU layers fused. The copy shares the parameters and buffers.
 
+    Layers in the bodies of higher-order operators, such as `checkpoint` and `torch.cond`, are fused too.
+
     The pass follows the current grad mode: call this function under `torch.no_grad()` for inference, and with grad mode
     on for training.
 

@@ -74,6 +74,7 @@ def recorded_bodies(gm: GraphModule) -> Iterator[GraphModule]:
 
 
 def _inputs_of_a_body(body: GraphModule, calls: Sequence[Node]) -> list[Any]:
+    """A value for each input of a body, of which all calls pass an operand."""
     placeholders = body.graph.find_nodes(op="placeholder")
     operands = [[item for item in tree_leaves(call.args) if submodule(call.graph, item) is None] for call in calls]
     if any(len(given) < len(placeholders) for given in operands):
@@ -88,12 +89,13 @@ def _input_of_a_body(recorded: Any, given: Sequence[Any]) -> Any:
     if not isinstance(recorded, Tensor):
         return recorded
     value, *_ = given
-    if any(not isinstance(item, Tensor) for item in given):
-        raise ValueError("a tensor of a body is no tensor in its call")
-    if value.dim() != recorded.dim() or (_is_like(value, recorded) and not equal_sizes(value.shape, recorded.shape)):
-        # `scan` and `map` pass slices of the operand, and in the body of a loop a size may be symbolic.
-        if value.dtype != recorded.dtype or value.dim() - recorded.dim() not in (0, 1):
-            raise ValueError("a tensor of a body differs from the one in its call")
+    if any(not isinstance(item, Tensor) for item in given) or value.dim() - recorded.dim() not in (0, 1):
+        raise ValueError("an input of a body is not an operand of its call")
+    is_slice = value.dim() > recorded.dim()  # `scan` and `map` pass slices of the operand
+    is_symbolic = _is_like(value.detach(), recorded.detach()) and not equal_sizes(value.shape, recorded.shape)
+    if is_slice or is_symbolic:  # in the body of a loop a size may be symbolic
+        if value.dtype != recorded.dtype:
+            raise ValueError("the body was traced with another dtype")
         value = recorded
     return value.detach().requires_grad_(any(item.requires_grad for item in given))
 
