@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.jit._builtins import _find_builtin
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
@@ -105,12 +105,10 @@ def _watched(node: Node, mode: FakeTensorMode) -> Effect | None:
     given = [example(item) for item in inputs]
     if any(value is None for value in given):  # tracing recorded no value
         return None
-    # On an empty tensor an operator may skip its work, and then the run would not show its side effects.
-    if any(type(n) is int and n == 0 for value in tensors_in(given) for n in value.shape):
-        return None
     try:
         with mode, torch.no_grad():
-            copies = {item: tree_map(partial(fake_copy, mode), example(item)) for item in inputs}
+            # On an empty tensor an operator may skip its work, and then the run would not show its side effects.
+            copies = {item: tree_map(partial(fake_copy, mode, smallest=1), example(item)) for item in inputs}
             call = as_function(node)
             args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
             with watch:
@@ -130,10 +128,10 @@ def _watched(node: Node, mode: FakeTensorMode) -> Effect | None:
     return Effect(frozenset(writes), shares, watch.draws, changes_metadata, returns_target, multiplies)
 
 
-def fake_copy(mode: FakeTensorMode, value: Any) -> Any:
-    """A fake tensor like `value`; for a symbolic number, its value during tracing."""
+def fake_copy(mode: FakeTensorMode, value: Any, smallest: int = 0) -> Any:
+    """A fake tensor like `value`, with no size below `smallest`; for a symbolic number, its value during tracing."""
     if isinstance(value, Tensor):
-        shape, stride = ([_number(n) for n in sizes] for sizes in (value.shape, value.stride()))
+        shape, stride = [max(_number(n), smallest) for n in value.shape], [_number(n) for n in value.stride()]
         with _disable_current_modes():
             meta = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
             return FakeTensor(mode, meta, value.device)
@@ -320,6 +318,16 @@ def bodies_of(node: Node) -> list[GraphModule | None]:
         for argument in named
         if not isinstance(getattr(module, str(argument.target), None), Tensor)
     ]
+
+
+def calls_of_bodies(graph: Graph) -> dict[GraphModule, list[Node]]:
+    """The bodies of the higher-order operators in a graph, with the calls of each body."""
+    found: dict[GraphModule, list[Node]] = {}
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            for body in filter(None, bodies_of(node)):
+                found.setdefault(body, []).append(node)
+    return found
 
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------

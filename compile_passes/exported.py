@@ -12,8 +12,8 @@ import copy
 import hashlib
 import itertools
 import operator
-from collections.abc import Callable, Hashable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -27,11 +27,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mglu_ops.tensors import bytes_of
 
-from .calls import as_function, bodies_of, storage_of, tensors_in
-from .fusion import FusionError, fuse_graph
+from .calls import as_function, bodies_of, calls_of_bodies, storage_of, tensors_in
+from .fusion import FusionError, fuse, fuse_graph
 from .memory import STORAGE, Memory
 from .prepare import inline_no_grad
-from .report import WHEN_EXPORTED, FusionReport, module_path
+from .report import WHEN_EXPORTED, FusionReport, SiteReport, module_path
 from .shapes import sources, tensor_example
 from .symbols import as_call
 
@@ -81,6 +81,10 @@ def fuse_exported(
         given, n_before = set(layers_of(graph)), len(report.fused)
         constants = _values_of_constants(folder)
         fuse_graph(graph, report, strict=strict, assume_binary=assume_binary, constants=constants)
+        in_bodies = list(_layers_in_bodies(graph))
+        report.missed.extend(in_bodies)
+        if strict and in_bodies:
+            raise FusionError("strict fusion: " + "; ".join(map(str, in_bodies)))
         layers = layers_of(graph)
         if strict and not layers:
             raise FusionError("strict fusion: nothing was fused, the program has no MGLU layer")
@@ -108,6 +112,20 @@ def _with_layers_in_one_graph(program: ExportedProgram) -> ExportedProgram:
         for device in {value.device.type for value in tensors_in([*program.state_dict.values()])}:
             stack.enter_context(torch.autocast(device, enabled=False))
         return program.run_decompositions({})
+
+
+def _layers_in_bodies(graph: Graph) -> Iterator[SiteReport]:
+    """The layers in the bodies of higher-order operators, as misses: the bodies stay as they are."""
+    for body, (call, *_) in calls_of_bodies(graph).items():
+        found = FusionReport()
+        with torch.no_grad(), suppress(ValueError):  # a body that cannot be run on fake tensors
+            fuse(body, report=found)
+        reason = (
+            f"it is in the body of `{call.target}`, and in an exported program the pass fuses no bodies; export the "
+            "body as a model of its own, or use torch.compile"
+        )
+        for site in (*found.fused, *found.missed):
+            yield replace(site, operator="", weight_format="", packed="", weighted=False, reason=reason, after=())
 
 
 def layers_of(graph: Graph) -> list[Node]:

@@ -24,12 +24,12 @@ from mglu_ops import formats, given, notices, ops
 from .evaluate import Evaluation
 from .memory import Memory, Surroundings
 from .near_misses import find_near_misses
-from .prepare import inline_no_grad, record_examples
+from .prepare import inline_no_grad, record_examples, recorded_bodies
 from .proof import Layer, check, spelled
 from .recognise import Recogniser
 from .report import FusionReport, SiteReport, layers_present, line, report_at
 from .rewrite import Replacement, replacement, rewrite
-from .shapes import example, tensor_example
+from .shapes import example, requires_grad, submodule, tensor_example
 from .sites import Refusal, Site, find_sites, interior, parts_of
 from .symbols import calls_read_once
 from .view import View
@@ -190,8 +190,11 @@ def _fuse_site(
 def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
     """A note for each layer, or an empty text.
 
-    A note says that several operators read the layer's weight, or why the layer's operator reads a decoded weight.
+    A note says that several operators read the layer's weight, why the layer's operator reads a decoded weight, or that
+    a policy of selective checkpointing must name the operator.
     """
+    body = recogniser.view.graph.owning_module
+    has_policy = body is not None and "_checkpoint_context_fn" in body.meta
     keys = [recogniser.key(layer.weight) for layer in layers]
     notes = []
     for key, layer in zip(keys, layers, strict=True):
@@ -205,6 +208,12 @@ def _notes(recogniser: Recogniser, layers: Sequence[Layer]) -> list[str]:
             note.append(
                 f"The program decodes the weight `{layer.weight.name}` from 8 or 4 bits at each call, and the "
                 f"operator does not read it as it is stored: {layer.why_decoded}"
+            )
+        if has_policy and requires_grad(layer.site.root):
+            operator = "grouped_forward_train" if layer.is_of_experts else "forward_train"
+            note.append(
+                "The layer is in a selective checkpoint, whose policy no longer sees matrix products of the layer; to "
+                f"save what backward reads, name torch.ops.mglu.{operator} in the policy"
             )
         notes.append(". ".join(note))
     return notes
@@ -259,6 +268,8 @@ def fuse(
 ) -> GraphModule:
     """Copy a graph module, with its MGLU layers fused. The copy shares the parameters and buffers.
 
+    Layers in the bodies of higher-order operators, such as `checkpoint` and `torch.cond`, are fused too.
+
     The pass follows the current grad mode: call this function under `torch.no_grad()` for inference, and with grad mode
     on for training.
 
@@ -286,20 +297,34 @@ def fuse(
     inline_no_grad(fused, trains=torch.is_grad_enabled())
     with _without_saved_tensors_hooks():
         record_examples(fused, example_inputs)
+        bodies = list(recorded_bodies(fused))
     report = FusionReport() if report is None else report
-    lifted = _lifted_numbers(gm)
-    fuse_graph(
-        fused.graph, report, strict=strict, assume_binary=assume_binary, constants=lambda node: lifted.get(node.target)
-    )
+    lifted, surroundings = _lifted_numbers(gm), Surroundings(fused)
+    for module in (*bodies, fused):
+        fuse_graph(
+            module.graph,
+            report,
+            strict=strict,
+            assume_binary=assume_binary,
+            constants=lambda node: lifted.get(node.target) if node.graph.owning_module is fused else None,
+            surroundings=surroundings,
+        )
+        module.recompile()
     if strict and not report.fused and not report.present:
         raise FusionError("strict fusion: nothing was fused")
-    fused.recompile()
     return fused
 
 
 def _copy(gm: GraphModule) -> GraphModule:
-    """A graph module with a copy of the graph of `gm`, and with the metadata that a Dynamo backend reads."""
+    """A graph module with copies of the graph of `gm` and of the bodies of its higher-order operators.
+
+    It has the metadata that a Dynamo backend reads.
+    """
     copied = GraphModule(gm, copy.deepcopy(gm.graph))
+    for node in copied.graph.find_nodes(op="get_attr"):
+        body = submodule(gm.graph, node)
+        if body is not None:
+            setattr(copied, str(node.target), _copy(body))
     copied.meta = dict(gm.meta)
     if hasattr(gm, "_param_name_to_source"):  # tells AOTAutograd which inputs are parameters
         copied._param_name_to_source = gm._param_name_to_source

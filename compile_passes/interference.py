@@ -63,7 +63,8 @@ def _check_users(recogniser: Recogniser, root: Node, interior: Sequence[Node]) -
     for node in interior:
         for user in value_users(node):
             if user.target is overwritten and (node is root or user in inside):
-                raise Refusal(f"`{node.name}` writes in place to memory that `{user.name}` shares, which is read later")
+                tensor, writer = user.args
+                raise Refusal(f"`{writer}` writes in place to the memory of `{tensor}`, which is read later")
             if user not in inside and node is not root and _is_computed(recogniser, node):
                 raise Refusal(f"`{node.name}`, which the operator would replace, is also used by `{user.name}`")
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from .calls import Effect, Watcher, bodies_of, storage_of
+from .calls import Effect, Watcher, calls_of_bodies, storage_of
 from .shapes import example
 
 STORAGE = "mglu_storage"  # key in the `meta` of an input for the identity of its real storage (`storage_of`)
@@ -223,10 +223,8 @@ class Surroundings:
         self._calls: dict[GraphModule, list[Node]] = {}  # the calls of each body
         self._memories: dict[Graph, Memory] = {}
         for graph in [inner.graph for inner in module.modules() if isinstance(inner, GraphModule)]:
-            for node in graph.nodes:
-                if isinstance(node.target, torch._ops.HigherOrderOperator):
-                    for body in filter(None, bodies_of(node)):
-                        self._calls.setdefault(body, []).append(node)
+            for body, calls in calls_of_bodies(graph).items():
+                self._calls.setdefault(body, []).extend(calls)
 
     def tell(self, memory: Memory, body: GraphModule | None) -> None:
         """Record in the memory of a body what the graphs around it do.

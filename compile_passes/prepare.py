@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,13 +13,15 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode, is_fake, maybe_get_fake_mode
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.utils._pytree import tree_leaves
 
 from mglu_ops.words import described
 
-from .calls import tensors_in
+from .calls import calls_of_bodies, tensors_in
 from .memory import Memory
-from .shapes import example, submodule, tensor_example
+from .shapes import equal_sizes, example, submodule, tensor_example
 
+_set_grad_enabled = torch.ops.higher_order.wrap_with_set_grad_enabled
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _NUMBER = (bool, int, float, *_SYMBOLIC)
 
@@ -49,6 +51,61 @@ def record_examples(gm: GraphModule, inputs: Sequence[Any] | None = None) -> Non
         _run(gm, inputs if any(map(is_fake, inputs)) else list(map(_as_number, inputs)), anew=True)
     elif not _is_recorded(gm.graph):
         _run(gm, recorded, anew=not _has_current_gradients(gm.graph))  # `recorded` has symbolic sizes, unlike `inputs`
+
+
+def recorded_bodies(gm: GraphModule) -> Iterator[GraphModule]:
+    """Record the value of each node in the bodies of higher-order operators, such as `checkpoint` and `cond`.
+
+    Args:
+        gm: a graph module whose values are recorded.
+
+    Yields:
+        Each body after the bodies in it. A body is left out if it fails on the operands of its calls, or if its inputs
+        are not the last operands of its calls. Then nothing tells which of its inputs require a gradient.
+    """
+    for body, calls in calls_of_bodies(gm.graph).items():
+        try:
+            with _entered(calls[0]):
+                record_examples(body, _inputs_of_a_body(body, calls))
+        except ValueError:
+            continue
+        yield from recorded_bodies(body)
+        yield body
+
+
+def _inputs_of_a_body(body: GraphModule, calls: Sequence[Node]) -> list[Any]:
+    """A value for each input of a body, of which all calls pass an operand."""
+    placeholders = body.graph.find_nodes(op="placeholder")
+    operands = [[item for item in tree_leaves(call.args) if submodule(call.graph, item) is None] for call in calls]
+    if any(len(given) < len(placeholders) for given in operands):
+        raise ValueError("a body has more inputs than its call has operands")
+    last = zip(*(given[len(given) - len(placeholders) :] for given in operands), strict=True)
+    pairs = zip(map(example, placeholders), last, strict=True)
+    return [_input_of_a_body(recorded, list(map(example, given))) for recorded, given in pairs]
+
+
+def _input_of_a_body(recorded: Any, given: Sequence[Any]) -> Any:
+    """The value of a body's input, from the value that tracing recorded and the operands of the body's calls."""
+    if not isinstance(recorded, Tensor):
+        return recorded
+    value, *_ = given
+    if any(not isinstance(item, Tensor) for item in given) or value.dim() - recorded.dim() not in (0, 1):
+        raise ValueError("an input of a body is not an operand of its call")
+    is_slice = value.dim() > recorded.dim()  # `scan` and `map` pass slices of the operand
+    is_symbolic = _is_like(value.detach(), recorded.detach()) and not equal_sizes(value.shape, recorded.shape)
+    if is_slice or is_symbolic:  # in the body of a loop a size may be symbolic
+        if value.dtype != recorded.dtype:
+            raise ValueError("the body was traced with another dtype")
+        value = recorded
+    return value.detach().requires_grad_(any(item.requires_grad for item in given))
+
+
+def _entered(call: Node) -> AbstractContextManager[Any]:
+    """The mode that a higher-order operator enters before it runs its body."""
+    arguments: Any = call.args
+    if call.target is torch.ops.higher_order.wrap_with_autocast:
+        return torch.autocast(*arguments[:4])  # the device type, the dtype, and if autocast and its cache are on
+    return torch.set_grad_enabled(arguments[0]) if call.target is _set_grad_enabled else nullcontext()
 
 
 def _is_like(given: Any, recorded: Any) -> bool:
@@ -172,8 +229,6 @@ class _Recorder(Interpreter):
 
 # --- Bodies of torch.no_grad() ---------------------------------------------------------------------------------------
 
-_set_grad_enabled = torch.ops.higher_order.wrap_with_set_grad_enabled
-
 
 def inline_no_grad(module: GraphModule, *, trains: bool) -> None:
     """Move the bodies of `torch.no_grad()` into the graph that calls them, unless this changes a result or gradient.
@@ -183,8 +238,11 @@ def inline_no_grad(module: GraphModule, *, trains: bool) -> None:
     body computes. The most common straight-through mask contains such a body: a hard mask under `no_grad`, plus
     `logits - logits.detach()`.
 
+    The bodies of other higher-order operators are treated alike.
+
     Args:
-        module: a graph module. Its graph and its registered submodules are changed in place, but not the bodies.
+        module: a graph module. Its graph, its registered submodules and the bodies that stay are changed in place, but
+            not the bodies of `torch.no_grad()`.
         trains: True if gradients of the graph's results are needed. Then an inlined body reads detached operands, so
             that the body still records no gradient. A body that turns gradients on is not inlined, because the graph
             does not tell if gradients are on around the call.
@@ -200,6 +258,8 @@ def inline_no_grad(module: GraphModule, *, trains: bool) -> None:
         else:
             kept.add(call)
     module.recompile()
+    for body in calls_of_bodies(module.graph):
+        inline_no_grad(body, trains=trains)
 
 
 def _calls(graph: Graph) -> list[Node]:

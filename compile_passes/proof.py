@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from mglu_ops.activations import ACTIVATIONS
-from mglu_ops.checks import FLOATING
+from mglu_ops.checks import FLOATING, FLOATING_NAMES
 from mglu_ops.dispatch import waiting_reason
 from mglu_ops.masks import MAX_MASKS
 
@@ -420,6 +420,8 @@ def _check_dtypes(site: Site) -> torch.dtype:
     root = dtype_of(site.root)
     if root is None:
         raise Refusal(f"the dtype of the result `{site.root}` is unknown, or a call such as detach_ changes what it is")
+    if root not in FLOATING:
+        raise Refusal(f"the result is {root}; the operator takes {FLOATING_NAMES}")
     for projection in site.projections:
         if projection.dtype != root:
             raise Refusal(f"the projections are {projection.dtype} and the result {root}; cast it after the sum")

@@ -170,13 +170,14 @@ class Recogniser:
     def as_weighted(self, argument: Any) -> Weighted | None:
         """An argument as a weight, masked or not; None if it cannot be a weight.
 
-        Any matrix that is not a mask counts as a weight. A tensor of three dimensions counts as the weights of experts,
-        unless it repeats a matrix; then the matrix is the weight.
+        Any matrix that is not a mask counts as a weight, but one of few values only if a mask multiplies it. A tensor
+        of three dimensions counts as the weights of experts, unless it repeats a matrix; then the matrix is the weight.
         """
         value = self.value(argument)
         if isinstance(value, Weighted):
             return value
-        if isinstance(value, (Scalar, Levels, Binary, Bundle)):
+        is_masked = isinstance(value, (Levels, Binary)) and self.key(argument) in self.masked_weights
+        if isinstance(value, (Scalar, Levels, Binary, Bundle)) and not is_masked:
             return None
         if is_matrix(argument):
             return Weighted(argument, None)

@@ -116,6 +116,8 @@ from .registering import (
     needs_gradient,
     no_view_tracking,
     register_autocast,
+    save_for_backward,
+    saved_tensors,
     vmap_loop,
     without_autograd,
 )
@@ -429,7 +431,7 @@ class _Layer(torch.autograd.Function):
                 partials = partials + mask_logits[:0].sum()
         needs = SteGiven(*ctx.needs_input_grad[3:])
         reads_x = needs.weight or needs.mask_logits  # the gradients of x and of the mask weights do not
-        ctx.save_for_backward(x if reads_x else None, weight, packed_masks, offs, partials, weight_scale)
+        save_for_backward(ctx, x if reads_x else None, weight, packed_masks, offs, partials, weight_scale)
         ctx.x_shape = x.shape
         ctx.weight_format = weight_format
         ctx.logits_dtype = None if mask_logits is None else mask_logits.dtype
@@ -448,7 +450,7 @@ class _Layer(torch.autograd.Function):
         if grad_output is None:
             return (None,) * (3 + len(needed))
         needs = SteGiven(*needed)
-        x, weight, packed_masks, offs, partials, weight_scale = ctx.saved_tensors
+        x, weight, packed_masks, offs, partials, weight_scale = saved_tensors(ctx)
         x = grad_output.new_empty(ctx.x_shape) if x is None else x
         grads = (backward if offs is None else grouped_backward)(
             grad_output,
@@ -475,13 +477,13 @@ class _Down(torch.autograd.Function):
             result = experts_down(*args)
         y, *others = given[:5]
         _, needs_weight, _, needs_expert_weights, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(y if needs_weight or needs_expert_weights else None, *others)
+        save_for_backward(ctx, y if needs_weight or needs_expert_weights else None, *others)
         ctx.y_shape, ctx.weight_format = y.shape, given.weight_format
         return result
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        y, weight, expert_ids, expert_weights, scale = ctx.saved_tensors
+        y, weight, expert_ids, expert_weights, scale = saved_tensors(ctx)
         y = grad_output.new_empty(ctx.y_shape) if y is None else y
         needs_y, needs_weight, _, needs_expert_weights, *_ = ctx.needs_input_grad
         needs = (needs_y, needs_weight, needs_expert_weights)

@@ -160,6 +160,29 @@ def _for_one_level(function: type[torch.autograd.Function]) -> Any:
     return type(function.__name__, (_SingleLevelFunction,), methods | {"forward": staticmethod(forward)})
 
 
+def save_for_backward(ctx: Any, *tensors: Tensor | None) -> None:
+    """Save tensors for `saved_tensors`, with their dtypes."""
+    ctx.save_for_backward(*tensors)
+    ctx.saved_dtypes = [tensor if tensor is None else tensor.dtype for tensor in tensors]
+
+
+def saved_tensors(ctx: Any) -> tuple[Any, ...]:
+    """Return the tensors that `save_for_backward` has saved.
+
+    Raises:
+        RuntimeError: a hook of the user has cast one of them. The bits of masks or indices would then be lost.
+    """
+    tensors: tuple[Any, ...] = ctx.saved_tensors
+    for tensor, dtype in zip(tensors, ctx.saved_dtypes, strict=True):
+        if tensor is not None and tensor.dtype != dtype:
+            raise RuntimeError(
+                f"mglu: a tensor that was saved for backward in {dtype} came back in {tensor.dtype}. Hooks of "
+                "torch.autograd.graph.saved_tensors_hooks must return the dtype that they were given, and must keep "
+                "tensors that are not floating-point, such as packed masks, bit for bit"
+            )
+    return tensors
+
+
 def needs_gradient(*args: Any) -> bool:
     """Return True if autograd must record this call.
 

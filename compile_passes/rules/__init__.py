@@ -25,6 +25,9 @@ PRECEDENCE: Mapping[tuple[Rule, Rule], str] = {
     (masks.pointwise, masks.comparison): _KNOWN_MASK,
     (masks.pointwise, masks.sign): _KNOWN_MASK,
     (masks.pointwise, masks.lowest_bit): _KNOWN_MASK,
+    (weights.masked_weight, weights.scaled_weight): (
+        "`W * f` with `f = sign(l) * m` is W masked by f if f is used as a mask, and also `sign(l) * W` masked by m"
+    ),
     (masks.slice_of_a_stack, masks.rearranged): "the former knows which mask of the stack it is",
     (projections.difference_of_projections, activations.function_of_two): (
         "`p + p` and `p - p` are projections with the mask factors 2 M and 0; both values hold"

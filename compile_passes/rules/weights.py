@@ -14,20 +14,34 @@ from .. import shapes
 from ..recognise import Recogniser
 from ..shapes import dimension, dims, dtype_of, has_shape, holds_experts, is_matrix, same_shape, size, tensor_example
 from ..symbols import Call
-from ..values import Binary, Bundle, Interleaved, Number, Product, Scalar, Value, Weighted, binary_at, combine, multiply
+from ..values import (
+    Binary,
+    Bundle,
+    Interleaved,
+    Levels,
+    Number,
+    Product,
+    Scalar,
+    Value,
+    Weighted,
+    binary_at,
+    combine,
+    multiply,
+)
 from .base import bundle, each, pairwise, rule
 
 
 @rule("mul")
 def masked_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
     """`W * M`, or a `Product` if nothing tells which of the factors is the mask."""
-    for mask, weight in (call.args, tuple(reversed(call.args))):
-        factor = recogniser.factor(mask, weight)
+    left, right = call.args
+    factors = [(recogniser.factor(left, right), right), (recogniser.factor(right, left), left)]
+    # A mask comes before other functions of a mask, which may be a weight of few values.
+    for factor, weight in sorted(factors, key=lambda pair: not (isinstance(pair[0], Binary) and pair[0].is_mask)):
         if isinstance(factor, Binary):
             return _apply_mask(recogniser, node, factor, weight)
         if isinstance(factor, Bundle) and isinstance(factor.items[0], Binary):
             return _apply_masks(recogniser, node, factor, weight)
-    left, right = call.args
     if not all(_may_be_either(recogniser, argument) for argument in call.args):
         return None
     for mask, weight in (call.args, tuple(reversed(call.args))):
@@ -54,6 +68,19 @@ def _upright(weighted: Weighted | None, argument: Any) -> Weighted | None:
         return weighted
     is_weight = is_matrix(argument) or holds_experts(argument)
     return Weighted(argument, None) if weighted.factor is None and is_weight else None
+
+
+def _masked_by(recogniser: Recogniser, argument: Any, mask: Binary) -> Weighted | None:
+    """The weight that a mask multiplies at `argument`.
+
+    A weight of few values, such as `sign(W)`, could be a function of a mask too. It is a weight where another mask
+    multiplies it. A weight of 0 and 1 is not, since nothing tells it from the mask.
+    """
+    value = recogniser.value(argument)
+    is_of_a_mask = isinstance(value, Binary) and (value.is_mask or value.mask.key == mask.mask.key)
+    if isinstance(value, (Levels, Binary)) and not is_of_a_mask:
+        return _pruned(argument)
+    return _upright(recogniser.as_weighted(argument), argument)
 
 
 def _by_each_mask(weighted: Weighted, mask: Binary) -> Weighted | Bundle | None:
@@ -88,7 +115,7 @@ def _apply_mask(recogniser: Recogniser, node: Node, mask: Binary, argument: Any)
         if mask.mask.stack != len(held.items) or not has_shape(node, mask.mask.shape):
             return None
         return bundle([_masked(item, binary_at(mask, i)) for i, item in enumerate(held.items)], 0)
-    weighted = _upright(recogniser.as_weighted(argument), argument)
+    weighted = _masked_by(recogniser, argument, mask)
     if weighted is None or not _fits(node, weighted, mask, argument):
         return None
     found, pruned = _by_each_mask(weighted, mask), _pruned(argument)
@@ -96,7 +123,7 @@ def _apply_mask(recogniser: Recogniser, node: Node, mask: Binary, argument: Any)
 
 
 def _pruned(argument: Any) -> Weighted | None:
-    """A weight that another mask has pruned, as a weight of its own."""
+    """A tensor as a weight of its own, such as a weight that another mask has pruned."""
     return Weighted(argument, None) if is_matrix(argument) or holds_experts(argument) else None
 
 
@@ -198,7 +225,7 @@ def chosen_weight(recogniser: Recogniser, node: Node, call: Call) -> Value:
     condition = recogniser.factor(mask, weight)
     if zero_if_true == zero_if_false or not isinstance(condition, Binary):
         return None
-    weighted = _upright(recogniser.as_weighted(weight), weight)
+    weighted = _masked_by(recogniser, weight, condition)
     if weighted is not None and weighted.factor is not None:
         weighted = _pruned(weight)
     if weighted is None or not _fits(node, weighted, condition, weight):

@@ -52,3 +52,22 @@ def test_only_the_weights_gradient_keeps_y() -> None:
     result = torch.ops.mglu.experts_down(written, *given, weights)
     written += 1
     assert torch.equal(torch.autograd.grad(result.sum(), y)[0], expected)
+
+
+@pytest.mark.parametrize("given", [torch.uint8, torch.float32])
+def test_hooks_that_do_not_return_the_saved_dtype_are_an_error(given: torch.dtype) -> None:
+    """A compression hook must keep masks: of their bits, 8 are one number, which fewer than 8 digits would change."""
+    layer, x = MGLU(8, 16, n_masks=2), torch.randn(3, 8, requires_grad=True)
+    ids, weights = torch.tensor([[0, 1], [1, 2], [0, 2]]), torch.rand(3, 2)
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.bfloat16() if tensor.dtype is given else tensor
+
+    with saved_tensors_hooks(cast, lambda tensor: tensor):
+        results = [layer(x)]
+        if given is torch.float32:
+            y = torch.randn(3, 2, 8, requires_grad=True)
+            results.append(torch.ops.mglu.experts_down(y, torch.randn(3, 4, 8), ids, weights))
+    for result in results:
+        with pytest.raises(RuntimeError, match=f"saved for backward in {given} came back in torch.bfloat16"):
+            result.sum().backward()

@@ -167,6 +167,19 @@ def test_a_block_of_autocast_without_a_layer_is_kept() -> None:
     assert "wrap_with_autocast" in str(fuse_exported(program, strict=True).graph)
 
 
+def test_layers_in_bodies_are_reported() -> None:
+    """The body of `cond` stays as it is, but the report names its layer."""
+    source = "torch.cond(x.sum() > 0, lambda x: gated(x, w, l > 0, l <= 0), lambda x: linear(x, w), (x,))"
+    module, x, report = OfSource(source, w=parameter(6, 20), l=parameter(6, 20)), torch.randn(5, 20), FusionReport()
+    program = export(module, x)
+    fused = fuse_exported(program, report=report)
+    torch.testing.assert_close(fused.module()(x), module(x))
+    (missed,) = report.missed
+    assert "in the body of `cond`" in str(missed.reason)
+    with pytest.raises(FusionError, match="in the body of `cond`"):
+        fuse_exported(program, strict=True)
+
+
 def test_shared_masks_are_packed_once() -> None:
     layer = NaiveMGLU(12, 12, n_masks=2)
     module = nn.Sequential(layer, layer)

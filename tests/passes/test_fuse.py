@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._guards import TracingContext
+from torch._higher_order_ops import associative_scan, while_loop
+from torch._higher_order_ops.scan import scan
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.fx import Graph, GraphModule
@@ -19,7 +22,7 @@ import mglu_ops
 from compile_passes import prepare
 from compile_passes.fusion import FusionError
 from compile_passes.report import FusionReport
-from mglu_ops.nn import MGLU
+from mglu_ops.nn import MGLU, NaiveMGLU
 from tests.support.budgets import relative_error
 from tests.support.families import family
 from tests.support.programs.compiled import SAME, OfSource, layer, parameter
@@ -193,7 +196,7 @@ def test_fuse_in_a_backend_with_a_data_dependent_size() -> None:
 # --- Captured first, fused later -------------------------------------------------------------------------------------
 
 
-def _captured(model: nn.Module, x: Tensor) -> tuple[GraphModule, list[Any]]:
+def _captured(model: Callable[[Tensor], Tensor], x: Tensor) -> tuple[GraphModule, list[Any]]:
     """The graph and the inputs that Dynamo passes to its backend."""
     found = []
 
@@ -288,6 +291,106 @@ def test_numbers_that_export_makes_attributes_are_known() -> None:
         fused = mglu_ops.fuse(unfused, report=report, strict=True)
         assert relative_error(fused(x), unfused(x)) <= SAME
     assert len(report.fused) == 1
+
+
+# --- Bodies of higher-order operators --------------------------------------------------------------------------------
+
+SQUARE = 16  # the number of features of a layer whose result is its input
+
+
+class InBodies(nn.Module):
+    """A layer in bodies of higher-order operators. `call` takes the layer as a function, and x."""
+
+    def __init__(self, call: Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]) -> None:
+        super().__init__()
+        self.call, self.layer = call, NaiveMGLU(SQUARE, SQUARE, n_masks=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(self.layer, x)
+
+
+def _cond(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: f(x) * 2, lambda x: f(x) + x, (x,))
+
+
+def _scan(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return scan(lambda carry, row: (f(carry) * 0.1 + row, carry * 1), x[0], x)[1]
+
+
+def _map(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return torch._higher_order_ops.map(lambda row: f(row), x)
+
+
+def _while_loop(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, f(x) * 0.1), (torch.tensor(0), x))[1]
+
+
+def _autocast(f: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return f(x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("call", [_cond, _scan, _map, _while_loop, _autocast])
+def test_fuse_an_exported_program_with_bodies(call: Callable[..., Tensor], training: bool) -> None:
+    """`torch.export` records no gradients in bodies, so `fuse` takes them from the operands of the call."""
+    x, report = torch.randn(4, SQUARE), FusionReport()
+    with torch.set_grad_enabled(training):
+        unfused = torch.export.export(InBodies(call), (x,)).module()
+        code = [module.code for module in unfused.modules() if isinstance(module, GraphModule)]
+        fused = mglu_ops.fuse(unfused, report=report, strict=True)
+        assert [module.code for module in unfused.modules() if isinstance(module, GraphModule)] == code
+        parameters = dict(unfused.named_parameters())
+        found, wanted = (results(run.forward, {"x": x}, parameters) for run in (fused, unfused))
+        assert_same(found, wanted, 0.02 if call is _autocast else SAME)
+    operators = [site.operator for site in report.fused]
+    assert operators == ["forward_ste" if training else "forward"] * (2 if call is _cond else 1)
+
+
+@pytest.mark.parametrize("captured", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_fuse_the_body_of_a_checkpoint(training: bool, captured: bool) -> None:
+    """Under the grad mode of the capture, the values that Dynamo recorded in the body hold; otherwise it runs again."""
+    model = InBodies(lambda f, x: checkpoint(lambda x: checkpoint(f, x, use_reentrant=False), x, use_reentrant=False))
+    x, report = torch.randn(4, SQUARE), FusionReport()
+    with torch.set_grad_enabled(captured):
+        gm, inputs = _captured(model, x)
+    with torch.set_grad_enabled(training):
+        fused = mglu_ops.fuse(gm, inputs, report=report, strict=True)
+        parameters = dict(model.named_parameters())
+        found, wanted = (results(lambda x: run(*inputs), {"x": x}, parameters) for run in (fused, gm))  # noqa: B023
+        assert_same(found, wanted, SAME)
+    assert [site.operator for site in report.fused] == ["forward_ste" if training else "forward"]
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_a_write_after_a_body_prevents_fusing_in_it(captured: bool) -> None:
+    """The tensor of a body that runs again is still known as the tensor of the graph around it."""
+    weight, m, report = parameter(SQUARE, SQUARE), torch.rand(SQUARE, SQUARE) > 0.5, FusionReport()
+
+    def function(x: Tensor) -> Tensor:
+        w = weight * 1
+        y: Tensor = checkpoint(lambda x, w: F.silu(F.linear(x, w * m)) * F.linear(x, w * ~m), x, w, use_reentrant=False)
+        w.mul_(2)
+        return y
+
+    with torch.set_grad_enabled(captured):
+        gm, inputs = _captured(function, torch.randn(4, SQUARE))
+    mglu_ops.fuse(gm, inputs, report=report)
+    assert "the graph around this one writes in place to `w`" in str(report)
+
+
+def test_the_body_of_an_unknown_higher_order_operator_is_left_as_it_is() -> None:
+    """Two rows of x are the inputs of a body of `associative_scan`, so that its inputs are not operands of the call."""
+    x, w, m = torch.randn(4, SQUARE), torch.randn(SQUARE, SQUARE), torch.rand(SQUARE, SQUARE) > 0.5
+
+    def function(x: Tensor) -> Tensor:
+        return associative_scan(
+            lambda a, b: F.silu(F.linear(a, w * m)) * F.linear(a, w * ~m) + b, x, 0, combine_mode="generic"
+        )
+
+    gm, inputs = _captured(function, x)
+    assert torch.equal(mglu_ops.fuse(gm, inputs)(*inputs)[0], function(x))
 
 
 # --- torch.fx --------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from mglu_ops.activations import ACTIVATIONS
 from mglu_ops.nn import NaiveMGLU
 from tests.support.budgets import BUDGET, NAIVE_FACTOR, relative_error
 from tests.support.families import family
+from tests.support.programs.compiled import OfSource, parameter
 from tests.support.programs.graphs import Capture, assert_same, masked_products, model_results
 
 SAME = 10 * BUDGET[torch.float64]
@@ -52,6 +53,16 @@ def test_naive_layer_with_each_activation(activation: str) -> None:
     capture = fused(model, torch.randn(4, 16, dtype=torch.float64))
     assert capture.calls == {"mglu.forward_ste": 1, "getitem": 1}
     assert [site.activation for site in capture.report.fused] == [activation]
+
+
+@pytest.mark.parametrize("sizes", [(0, 12, 16), (3, 0, 16), (3, 12, 0)])
+@pytest.mark.parametrize(
+    "source", ["gated(x, w, m, ~m)", "term(F.linear(x, w.masked_fill(~m, 0)), F.linear(x, w * ~m))"]
+)
+def test_layers_without_tokens_or_features(source: str, sizes: tuple[int, int, int]) -> None:
+    tokens, rows, columns = sizes
+    model = OfSource(source, w=parameter(rows, columns), m=torch.rand(rows, columns) > 0.5)
+    assert fused(model, torch.randn(tokens, columns)).calls["mglu.forward"] == 1
 
 
 @pytest.mark.parametrize(("mode", "n_masks"), family([torch.no_grad, torch.inference_mode], [4, 1]))

@@ -6,7 +6,9 @@ import json
 import logging
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,13 +16,14 @@ import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from compile_passes.explain import explain
 from compile_passes.report import FusionReport, SiteReport, layers_present, line, module_path, source_line
 from mglu_ops.__main__ import main
 from mglu_ops.nn import MGLU, NaiveMGLU
 from tests.support.commands import run
-from tests.support.programs.compiled import OfSource, parameter
+from tests.support.programs.compiled import OfSource, layer, parameter
 from tests.support.programs.graphs import Capture
 
 MODEL = """
@@ -324,3 +327,21 @@ def test_explain_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["report", f"{file}:missed", "--assume-binary"]) == 0
     assert main(["report", f"{file}:plain"]) == 1
     assert "0 fused, 0 missed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("is_selective", [True, False])
+def test_a_policy_that_saves_products_must_name_the_operator(is_selective: bool, training: bool) -> None:
+    """Torch has such a policy by operator, and a fused layer has no products that it could save."""
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_saved = op in (torch.ops.aten.mm.default, torch.ops.mglu.forward_train.default)
+        return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = partial(create_selective_checkpoint_contexts, policy)
+    options = {"context_fn": contexts} if is_selective else {}
+    model, capture = layer(), Capture(strict=True)
+    with torch.set_grad_enabled(training):
+        capture.compile(lambda x: checkpoint(model, x, use_reentrant=False, **options))(torch.randn(3, 16))
+    (site,) = capture.report.fused
+    assert ("name torch.ops.mglu.forward_train in the policy" in site.note) == (is_selective and training)

@@ -59,6 +59,9 @@ PROGRAMS: dict[tuple[str, str], Callable[[Tensor, Tensor, Tensor], Any]] = {
     ("pointwise", "comparison"): _compared_mask,
     ("pointwise", "lowest_bit"): _bit_of_a_mask,
     ("pointwise", "sign"): lambda x, weight, logits: gated(x, weight, F.relu(torch.sign(hard(logits[0]) - 0.5))),
+    ("masked_weight", "scaled_weight"): lambda x, weight, logits: gated(
+        x, weight, torch.sign(logits[0]) * (weight.detach() > 0)
+    ),
     ("slice_of_a_stack", "rearranged"): lambda x, weight, logits: gated(x, weight, (logits > 0)[0], ~(logits > 0)[0]),
     ("difference_of_projections", "function_of_two"): _sum_with_itself,
     ("function_of_two", "gated_product"): LAYERS["g * g.sigmoid() * v"][2],
