@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from ..call import Call
@@ -119,6 +118,9 @@ class Backend(ABC):
         raise NotImplementedError(f"the backend {self.name} does not pack masks")
 
 
-def no_kernel(what: str, dtype: torch.dtype | None) -> Reason:
-    """Return the reason of a backend without kernels for a dtype. This is no loss: torch's GEMMs are as fast."""
-    return Reason(f"no kernel for {what} {dtype}", is_loss=False)
+def no_kernel(call: Call) -> Reason:
+    """Return the reason of a backend without kernels for x's dtype. This is no loss: torch's GEMMs are as fast."""
+    return Reason(f"no kernel for x {call.dtype}", is_loss=False)
+
+
+NO_DOWN_GRADIENTS = Reason("no kernel for the gradients of down projections", is_loss=False)

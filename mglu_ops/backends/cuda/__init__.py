@@ -13,12 +13,11 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ...activations import ACTIVATIONS
 from ...call import Call
 from ...given import Given
 from ...words import counted
 from .. import triton
-from ..base import Backend, Description, Prepared, Reason, Task, no_kernel
+from ..base import NO_DOWN_GRADIENTS, Backend, Description, Prepared, Reason, Task, no_kernel
 from . import experts_training, training
 from .choice import LaunchChoice, choose, choose_experts
 from .compiler import compile_cubin, has_cuda_core, is_cached
@@ -56,7 +55,7 @@ class Cuda(Backend):
         if task == "down":
             return self._down_reason(call)
         if task == "down_backward":
-            return Reason("no kernel for the gradients of down projections", is_loss=False)
+            return NO_DOWN_GRADIENTS
         if call.routing is not None:
             return self._experts_reason(call)
         return self._layer_reason(call) or self._tokens_reason(call)
@@ -64,11 +63,9 @@ class Cuda(Backend):
     def _layer_reason(self, call: Call) -> Reason | None:
         """Return the reason why no kernel runs a layer without experts, with any number of tokens; None if one does."""
         if call.dtype not in ELEMENTS:
-            return no_kernel("x", call.dtype)
+            return no_kernel(call)
         if call.mask_weights_dtype is not None and call.mask_weights_dtype not in ELEMENTS:
             return Reason(f"no kernel for mask_weights {call.mask_weights_dtype}")
-        if call.activation not in ACTIVATIONS:
-            return Reason(f"no kernel for activation {call.activation!r}")
         if call.out_features >= 2**31 or call.in_features >= 2**28:
             shape = call.out_features, call.in_features
             return Reason(f"weight {shape} has a dimension beyond the kernels' 32-bit indices")
@@ -126,7 +123,7 @@ class Cuda(Backend):
             return None if text is None else Reason(text)
         if gpu_of(call.device.index).arch < (8, 0):
             return Reason("compute capability is below 8.0", is_loss=False)
-        if call.activation not in ACTIVATIONS or max(call.tokens, call.out_features, call.in_features) >= 2**30:
+        if max(call.tokens, call.out_features, call.in_features) >= 2**30:
             return Reason("a size is beyond the kernels' 32-bit indices", is_loss=False)
         return None
 

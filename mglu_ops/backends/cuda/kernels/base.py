@@ -66,23 +66,13 @@ class LaunchConfig(ABC):
 
     def target(self, gpu: Gpu) -> str:
         """The architecture for which the kernel is compiled."""
-        return f"sm_{gpu.arch[0]}{gpu.arch[1]}"
+        return gpu.target
 
     def plan(self, call: Call, gpu: Gpu) -> Plan:
         """Return the launches of a call, whose activation format is "dense" unless `rounds_x` is true."""
-        shared, overlap = self.requested_shared_bytes(call, gpu), self.overlaps and gpu.arch >= (9, 0)
-        return (
-            Step(
-                self.kernel,
-                self.target(gpu),
-                self.macros(call),
-                self.grid(call, gpu),
-                self.threads,
-                shared,
-                overlap,
-                integers(call),
-            ),
-        )
+        macros, grid, shared = self.macros(call), self.grid(call, gpu), self.requested_shared_bytes(call, gpu)
+        overlap = self.overlaps and gpu.overlaps
+        return (Step(self.kernel, self.target(gpu), macros, grid, self.threads, shared, overlap, integers(call)),)
 
     def requested_shared_bytes(self, call: Call, gpu: Gpu) -> int:
         """The dynamic shared memory that a launch requests per block, in bytes."""

@@ -29,7 +29,7 @@ def step(call: Call, gpu: Gpu, target: str) -> Step:
         (ceil_div(elements * call.weight.bits // 8, _BLOCK_BYTES), 1),
         256,
         0,
-        gpu.arch >= (9, 0),
+        gpu.overlaps,
         integers(call),
         writes="weight",
         nbytes=elements * call.dtype.itemsize,

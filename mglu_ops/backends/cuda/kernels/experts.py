@@ -80,7 +80,7 @@ class ExpertLaunch:
             self.grid(call, gpu),
             self.config.threads,
             self.config.requested_shared_bytes(self.of_item(call), gpu),
-            self.config.overlaps and gpu.arch >= (9, 0),
+            self.config.overlaps and gpu.overlaps,
             integers(quantize_x.as_read(self.config, tokens)),
             items=self._item_integers(call),
         )

@@ -146,10 +146,6 @@ def _vector(call: Call) -> int:
     return 4 if call.out_features % 4 == 0 else 1
 
 
-def _target(gpu: Gpu) -> str:
-    return f"sm_{gpu.arch[0]}{gpu.arch[1]}"
-
-
 def unsupported_reason(call: Call, gpu: Gpu) -> str | None:
     """The reason why neither these kernels nor `grouped_mm` take a call; None if one of them does."""
     layer = call.one
@@ -251,12 +247,12 @@ def plan(config: ExpertsDown, call: Call, gpu: Gpu) -> Plan:
     """Return the launches of a call: one multiplies, and unless there is a single token, one adds the products."""
     products = Step(
         NAME,
-        _target(gpu),
+        gpu.target,
         config.macros(call),
         config.grid(call, gpu),
         config.threads,
         config.shared_bytes(call),
-        gpu.arch >= (9, 0),
+        gpu.overlaps,
         {
             "weight_stride": call.routed.weight_stride,
             "weight_row_stride": call.weight.layout.strides[0],
@@ -279,12 +275,12 @@ def combine_step(call: Call, config: ExpertsDown | None, gpu: Gpu) -> Step:
     """Return the step that adds the products of `config`, or of `grouped_mm` if it is None."""
     return Step(
         COMBINE,
-        _target(gpu),
+        gpu.target,
         combine_macros(call, config),
         (call.rows_of_x, ceil_div(call.out_features, _COMBINE_THREADS * _vector(call))),
         _COMBINE_THREADS,
         0,
-        gpu.arch >= (9, 0),
+        gpu.overlaps,
         {
             "id_bytes": call.routed.index_dtype.itemsize,
             "experts": call.routed.experts,
@@ -310,8 +306,8 @@ def library_steps(call: Call, gpu: Gpu) -> LibrarySteps:
     decode = None
     if not call.weight.format.is_dense:
         stack = replace(call.one, out_features=call.routed.experts * call.out_features)
-        decode = decode_weight.step(stack, gpu, _target(gpu))
-    order = group_tokens.order_step(call, gpu, _target(gpu)) if _orders(call) else None
+        decode = decode_weight.step(stack, gpu, gpu.target)
+    order = group_tokens.order_step(call, gpu, gpu.target) if _orders(call) else None
     return LibrarySteps(decode, order, combine_step(call, None, gpu))
 
 

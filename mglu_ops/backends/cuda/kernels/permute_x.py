@@ -29,7 +29,7 @@ def step(call: Call, gpu: Gpu, target: str, block_tokens: int, sub: int) -> Step
         (ceil_div(elements, BLOCK_ELEMENTS), 1),
         256,
         0,
-        gpu.arch >= (9, 0),
+        gpu.overlaps,
         integers(call),
         writes="x",
         nbytes=2 * elements,

@@ -33,7 +33,7 @@ def step(call: Call, gpu: Gpu, target: str, block_tokens: int) -> Step:
         (rows, 1),
         _THREADS,
         0,
-        gpu.arch >= (9, 0),
+        gpu.overlaps,
         integers(call),
         writes="x",
         nbytes=rows * row_bytes,
