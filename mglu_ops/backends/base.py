@@ -95,11 +95,7 @@ class Backend(ABC):
     def prepare(self, task: Task, call: Call, launch: Any = None) -> Prepared:
         """Choose, compile and load the kernels of a task that the backend can run, and return the prepared call.
 
-        Args:
-            task: the task.
-            call: the call.
-            launch: a launch to use instead of the one that the backend chooses, for tests and tuning. Each backend has
-                its own type of launch.
+        `launch` replaces the launch that the backend chooses, for tests and tuning. Each backend has a type of its own.
         """
 
     def build(self, task: Task, call: Call) -> None:  # noqa: B027 (backends that compile nothing do nothing)

@@ -19,7 +19,7 @@ from ...words import counted
 from .. import triton
 from ..base import NO_DOWN_GRADIENTS, Backend, Description, Prepared, Reason, Task, no_kernel
 from . import experts_training, training
-from .choice import LaunchChoice, choose, choose_experts
+from .choice import choose, choose_experts
 from .compiler import compile_cubin, has_cuda_core, is_cached
 from .current import current_device, current_stream, empty
 from .device import Gpu, gpu_of
@@ -81,7 +81,7 @@ class Cuda(Backend):
         most = _most_tokens_on_chip(call)
         if call.tokens <= most:
             return None
-        kernel = self.choose(call).config.kernel
+        kernel = choose(call, gpu_of(call.device.index)).config.kernel
         if kernel == "tile_wgmma":
             return None
         if kernel == "plain" and call.tokens > MOST_PLAIN_TOKENS:
@@ -131,20 +131,12 @@ class Cuda(Backend):
         """True if the cache holds every kernel of a call, so that no compiler is needed."""
         if 0 in call.result_shape:
             return True
-        return all(is_cached(*step.source) for step in quantize_x.plan(self.choose(call).config, call, gpu))
-
-    def choose(self, call: Call) -> LaunchChoice:
-        """Choose the launch of a call.
-
-        Raises:
-            TableError: a table of launches cannot be used.
-        """
-        return choose(call, gpu_of(call.device.index))
+        return all(is_cached(*step.source) for step in quantize_x.plan(choose(call, gpu).config, call, gpu))
 
     def describe(self, task: Task, call: Call) -> Description:
         if task != "forward" or call.routing is not None:
             return super().describe(task, call)
-        launch = self.choose(call)
+        launch = choose(call, gpu_of(call.device.index))
         return Description(
             f"the masks are applied on chip, for {counted(call.tokens, 'token')}",
             launch.config,
@@ -206,7 +198,7 @@ class Cuda(Backend):
             return (launch or choose_experts(call, gpu)).plan(call, gpu)
         if launch is not None:
             _check_launch(launch, call, gpu, as_read=quantize_x.as_read(launch, call))
-        return quantize_x.plan(launch or self.choose(call).config, call, gpu)
+        return quantize_x.plan(launch or choose(call, gpu).config, call, gpu)
 
     def can_pack(self, masks: Tensor) -> bool:
         if masks.device.type != "cuda" or masks.dtype not in packing.KINDS or max(masks.shape[-2:]) >= 2**31:

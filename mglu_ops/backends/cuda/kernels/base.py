@@ -127,6 +127,14 @@ def integers(call: Call) -> dict[str, int]:
     }
 
 
+def copy_step(
+    kernel: str, target: str, macros: dict[str, int], blocks: int, call: Call, gpu: Gpu, writes: str, nbytes: int
+) -> Step:
+    """Return the step that writes a converted copy of a tensor of `call`, in blocks of 256 threads."""
+    overlap, values = gpu.overlaps, integers(call)
+    return Step(kernel, target, macros, (blocks, 1), 256, 0, overlap, values, writes=writes, nbytes=nbytes)
+
+
 def x_is_vectorizable(call: Call) -> bool:
     """True if x can be read in 16-byte vectors."""
     token, column = call.x.strides

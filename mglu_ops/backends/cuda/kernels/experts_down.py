@@ -76,11 +76,8 @@ class ExpertsDown:
         rings = self.teams * self.stages * self.stage_bytes(call)
         sums = 4 * self.teams * self.rows if self.block_tokens == 1 else 0
         counts = 0 if self.block_tokens == 1 else 4 * min(self.threads // 32, 4) * call.routed.experts
-        return rings + sums + counts + 4 + self.order_bytes(call)
-
-    def order_bytes(self, call: Call) -> int:
-        """The bytes of shared memory for the items and the sorted rows, which grow with the number of rows."""
-        return 8 * self._most_items(call) + 2 * call.tokens
+        order = 8 * self._most_items(call) + 2 * call.tokens  # the items and the sorted rows
+        return rings + sums + counts + 4 + order
 
     def grid(self, call: Call, gpu: Gpu) -> tuple[int, int]:
         """The blocks of the grid in x and in y. For several tokens the kernel is persistent: all blocks reside."""
@@ -184,11 +181,6 @@ def uses_library(call: Call, gpu: Gpu) -> bool:
         and not layer.batch_invariant
         and gpu.arch in _LIBRARY_ARCHITECTURES
     )
-
-
-def _orders(call: Call) -> bool:
-    """True if `group_tokens` sorts the rows for `grouped_mm`. It has one block, so torch sorts many rows faster."""
-    return call.tokens <= MOST_ROWS and call.routed.experts <= group_tokens.MOST_EXPERTS
 
 
 def launch_for(call: Call, gpu: Gpu) -> ExpertsDown | None:
@@ -307,7 +299,9 @@ def library_steps(call: Call, gpu: Gpu) -> LibrarySteps:
     if not call.weight.format.is_dense:
         stack = replace(call.one, out_features=call.routed.experts * call.out_features)
         decode = decode_weight.step(stack, gpu, gpu.target)
-    order = group_tokens.order_step(call, gpu, gpu.target) if _orders(call) else None
+    # `group_tokens` has one block, so torch sorts many rows faster.
+    orders = call.tokens <= MOST_ROWS and call.routed.experts <= group_tokens.MOST_EXPERTS
+    order = group_tokens.order_step(call, gpu, gpu.target) if orders else None
     return LibrarySteps(decode, order, combine_step(call, None, gpu))
 
 

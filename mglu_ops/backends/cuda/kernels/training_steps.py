@@ -292,14 +292,10 @@ def _warps(rows: int, columns: int, per_thread: int = _OCTET) -> int:
 def _prepare(kernel: str, on: Tensor, macros: Mapping[str, int], warps: int, integers: Mapping[str, int]) -> Prepared:
     """Prepare a launch of `warps` warps on the device of `on`. `integers` fill the integers of the kernel's struct."""
     if warps == 0:
-        return _launch_nothing
+        return lambda stream, pointers: None
     return _launch(
         on.device.index, kernel, tuple(macros.items()), ceil_div(warps, _THREADS // 32), tuple(integers.items())
     )
-
-
-def _launch_nothing(stream: int, pointers: Mapping[str, int]) -> None:
-    """Do nothing, in place of a launch with an empty grid."""
 
 
 @lru_cache(maxsize=4096)
