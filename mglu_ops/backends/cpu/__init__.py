@@ -9,6 +9,7 @@ multiply bfloat16.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,15 +17,13 @@ from torch import Tensor
 
 from ...activations import ACTIVATIONS
 from ...call import Call, Routing
-from ...checks import rows_of_partials
 from ...formats import get_format
 from ...given import Given
 from ...masks import packed_shape, packed_width
 from .. import expert_loop
 from ..base import NO_DOWN_GRADIENTS, Backend, Description, Prepared, Reason, Task, no_kernel
-from . import backward
+from . import backward, experts_down
 from .build import BuildError
-from .experts_down import CpuDown
 from .library import DTYPES, ISAS, Library, is_loaded, is_missing, load, packer
 
 __all__ = ["BuildError", "Cpu", "is_loaded", "is_missing", "isa"]
@@ -82,10 +81,10 @@ class Cpu(Backend):
             BuildError: the kernels could not be built.
         """
         if task == "down":
-            return CpuDown(call, expert_loop.layers(self, "forward", call, launch))
+            return partial(experts_down.down, call, expert_loop.layers(self, "forward", call, launch))
         if task == "backward":
             of_experts = call.routing is not None
-            return expert_loop.prepare(self, task, call, launch) if of_experts else backward.Backward(_library())
+            return expert_loop.prepare(self, task, call, launch) if of_experts else partial(backward.run, _library())
         prepared = CpuCall(_library(), task, call, launch)
         if call.routing is not None and prepared.copies_weights:
             return expert_loop.prepare(self, task, call, launch)  # which copies the weights of experts that have rows
@@ -118,7 +117,7 @@ class Cpu(Backend):
                 "source": _MASK_SOURCES[masks.dtype],
             },
         )
-        _library().pack(pack({"masks": masks.data_ptr(), "packed_masks": packed.data_ptr()}))
+        _library().run("pack_masks", pack({"masks": masks.data_ptr(), "packed_masks": packed.data_ptr()}))
         return packed
 
 
@@ -164,8 +163,7 @@ class CpuCall:
         self._shape, self._dtype = call.result_shape, call.dtype if call.n_masks else torch.float32
         self._partials_shape: tuple[int, ...] | None = None
         if task == "train":
-            entries = rows_of_partials(n_masks, has_mask_weights=call.mask_weights_dtype is not None)
-            self._partials_shape = (*self._shape[:-1], entries, self._shape[-1])
+            self._partials_shape = (*self._shape[:-1], call.n_partials, self._shape[-1])
         self._pack = packer(
             "Forward",
             {
@@ -200,10 +198,10 @@ class CpuCall:
             given = given._replace(**{name: getattr(given, name).contiguous() for name in self._copied})
         layer = self._pack(given.addresses(out) | {"partials": 0 if partials is None else partials.data_ptr()})
         if self._pack_experts is None:
-            self._library.forward(layer)
+            self._library.run("forward", layer)
         else:
             assert given.routing is not None
-            self._library.forward_experts(layer, self._pack_experts({"index": given.routing.data_ptr()}))
+            self._library.run("forward_experts", layer, self._pack_experts({"index": given.routing.data_ptr()}))
         return out if partials is None else (out, partials)
 
 
