@@ -243,10 +243,25 @@ def quantized_swiglu_variants(layers: Layers) -> list[Variant]:
 
 # --- Experts ----------------------------------------------------------------------------------------------------------
 
-# All forms of SwiGLU's experts take x `[T, h]`, `both` `[E, 2 d, h]`, its scales `[E, 2 d]` or None, the chosen experts
-# `ids` `[T, K]`, the weights `down` `[E, h, d]` of down projections with scales `[E, h]`, or None for either, and the
-# chosen experts' weights `[T, K]`. They return the gated projections `[T K, d]` or, with down projections, the whole
-# layer `[T, h]`.
+
+class Experts(NamedTuple):
+    """The arguments beside x `[T, h]` of all forms of SwiGLU's experts.
+
+    The forms return the gated projections `[T K, d]` or, with down projections, the whole layer `[T, h]`.
+    """
+
+    both: Tensor
+    """`[E, 2 d, h]`, with gates above values."""
+    scales: Tensor | None
+    """`[E, 2 d]`, the scales of `both`, or None."""
+    ids: Tensor
+    """`[T, K]`, the chosen experts."""
+    down: Tensor | None
+    """`[E, h, d]`, the weights of down projections, or None."""
+    down_scales: Tensor | None
+    """`[E, h]`, the scales of `down`, or None."""
+    weights: Tensor
+    """`[T, K]`, the weights of the chosen experts."""
 
 
 def _batched(x: Tensor, weight: Tensor, pairs: Tensor, scale: Tensor | None = None) -> Tensor:
@@ -255,16 +270,9 @@ def _batched(x: Tensor, weight: Tensor, pairs: Tensor, scale: Tensor | None = No
     return y if scale is None else y * scale[pairs].to(x.dtype)
 
 
-def batched_swiglu(
-    x: Tensor,
-    both: Tensor,
-    scales: Tensor | None,
-    ids: Tensor,
-    down: Tensor | None,
-    down_scales: Tensor | None,
-    expert_weights: Tensor,
-) -> Tensor:
+def batched_swiglu(x: Tensor, experts: Experts) -> Tensor:
     """SwiGLU's experts as products of gathered weights; torch.compile fuses the gathering."""
+    both, scales, ids, down, down_scales, expert_weights = experts
     pairs, (gate, up) = ids.flatten(), both.chunk(2, 1)
     gate_scale, up_scale = (None, None) if scales is None else scales.chunk(2, 1)
     rows = x[:, None].expand(-1, ids.shape[1], -1).flatten(0, 1)
@@ -290,19 +298,12 @@ def _grouped(rows: Tensor, weight: Tensor, scales: Tensor | None, ends: Tensor) 
     return torch._scaled_grouped_mm(*operands, offs=ends, out_dtype=rows.dtype, use_fast_accum=True)
 
 
-def grouped_swiglu(
-    x: Tensor,
-    both: Tensor,
-    scales: Tensor | None,
-    ids: Tensor,
-    down: Tensor | None,
-    down_scales: Tensor | None,
-    expert_weights: Tensor,
-) -> Tensor:
+def grouped_swiglu(x: Tensor, experts: Experts) -> Tensor:
     """SwiGLU's experts as grouped products of sorted tokens. Without down projections, the result stays sorted.
 
     For weights in fp8, the input of each product is rounded to fp8 with one scale per row.
     """
+    both, scales, ids, down, down_scales, expert_weights = experts
     order, ends = _sorted(ids, both.shape[0])
     rows = x[order // ids.shape[1]]
     y = gated(_grouped(rows, both, scales, ends))
@@ -405,17 +406,9 @@ def _product(
     return out
 
 
-def triton_swiglu(
-    tile: Tile,
-    x: Tensor,
-    both: Tensor,
-    scales: Tensor | None,
-    ids: Tensor,
-    down: Tensor | None,
-    down_scales: Tensor | None,
-    expert_weights: Tensor,
-) -> Tensor:
+def triton_swiglu(tile: Tile, x: Tensor, experts: Experts) -> Tensor:
     """SwiGLU's experts in Triton kernels, with weights in x's dtype or in 8 bits."""
+    both, scales, ids, down, down_scales, expert_weights = experts
     blocks = _align(ids, both.shape[0], tile)
     y = _product(x, both, scales, None, ids, blocks, tile)
     if down is None:
@@ -445,9 +438,8 @@ def expert_swiglu_variants(layers: ExpertLayers) -> Iterator[Variant]:
 
     def variant(name: str, form: Callable[..., Tensor], oracle: Callable[[int], Tensor]) -> Variant:
         def run(i: int) -> Tensor:
-            weights = layers.both[i], layers.both_scales[i]
-            down = layers.down[i], layers.down_scales[i]
-            return form(layers.x, *weights, layers.ids[i], *down, layers.expert_weights[i])
+            both, down = (layers.both[i], layers.both_scales[i]), (layers.down[i], layers.down_scales[i])
+            return form(layers.x, Experts(*both, layers.ids[i], *down, layers.expert_weights[i]))
 
         return Variant(f"SwiGLU {name}", run, layers.count, oracle)
 

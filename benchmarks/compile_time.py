@@ -84,33 +84,6 @@ def unknown(h: Tensor) -> Tensor:
     return h + 1
 
 
-class UnknownCalls(nn.Module):
-    """A chain of calls of `unknown`."""
-
-    def __init__(self, calls: int) -> None:
-        super().__init__()
-        self.calls = calls
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.calls):
-            x = unknown(x)
-        return x
-
-
-class Writes(nn.Module):
-    """Writes to the rows of a tensor, one after the other."""
-
-    def __init__(self, writes: int) -> None:
-        super().__init__()
-        self.writes = writes
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.zeros(self.writes, FEATURES)
-        for i in range(self.writes):
-            y[i] = x[0]
-        return y
-
-
 class Chain(nn.Module):
     """A projection, and a chain of about `nodes` elementwise operators."""
 
@@ -144,42 +117,41 @@ class Bottleneck(nn.Module):
         return F.relu(self.norm3(self.conv3(y)) + self.shortcut(x))
 
 
-def resnet(blocks: tuple[int, ...] = (3, 4, 6, 3), channels: int = 8) -> nn.Module:
+def resnet() -> nn.Module:
     """A ResNet-50 with an eighth of its channels, for images `[batch, 3, height, width]`."""
-    layers: list[nn.Module] = [nn.Conv2d(3, channels, 7, 2, 3, bias=False), nn.BatchNorm2d(channels), nn.ReLU()]
+    layers: list[nn.Module] = [nn.Conv2d(3, 8, 7, 2, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
     layers.append(nn.MaxPool2d(3, 2, 1))
-    previous = channels
-    for stage, count in enumerate(blocks):
-        inner = channels * 2**stage
+    previous = 8
+    for stage, count in enumerate((3, 4, 6, 3)):
+        inner = 8 * 2**stage
         for i in range(count):
             layers.append(Bottleneck(previous, inner, 4 * inner, stride=2 if stage and not i else 1))
             previous = 4 * inner
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(previous, 10))
 
 
-class DoubleConv(nn.Sequential):
-    def __init__(self, channels: int, out: int) -> None:
-        super().__init__(
-            *(nn.Conv2d(channels, out, 3, padding=1), nn.GroupNorm(4, out), nn.SiLU()),
-            *(nn.Conv2d(out, out, 3, padding=1), nn.GroupNorm(4, out), nn.SiLU()),
-        )
+def double_conv(channels: int, out: int) -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(channels, out, 3, padding=1), nn.GroupNorm(4, out), nn.SiLU()),
+        *(nn.Conv2d(out, out, 3, padding=1), nn.GroupNorm(4, out), nn.SiLU()),
+    )
 
 
 class UNet(nn.Module):
     """Convolutions down to a coarse grid and up again, with a skip connection at each size.
 
-    Takes images `[batch, 3, height, width]` whose sizes are multiples of `2 ** depth`.
+    Takes images `[batch, 3, height, width]` whose sizes are multiples of 16.
     """
 
-    def __init__(self, depth: int = 4, channels: int = 8) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        widths = [channels * 2**i for i in range(depth + 1)]
-        self.first = DoubleConv(3, channels)
-        self.down = nn.ModuleList(DoubleConv(a, b) for a, b in pairwise(widths))
+        widths = [8, 16, 32, 64, 128]
+        self.first = double_conv(3, 8)
+        self.down = nn.ModuleList(double_conv(a, b) for a, b in pairwise(widths))
         pairs = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
         self.up = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, 2) for a, b in pairs)
-        self.joined = nn.ModuleList(DoubleConv(2 * b, b) for _, b in pairs)
-        self.last = nn.Conv2d(channels, 3, 1)
+        self.joined = nn.ModuleList(double_conv(2 * b, b) for _, b in pairs)
+        self.last = nn.Conv2d(8, 3, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         sizes = [self.first(x)]
@@ -191,30 +163,29 @@ class UNet(nn.Module):
         return self.last(y)
 
 
-class PaddedMLP(nn.Module):
-    """A residual MLP. A mask sets the activations of padding to 0 before and after the MLP."""
+class MLP(nn.Module):
+    """The weights of a residual MLP."""
 
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
+
+
+class PaddedMLP(MLP):
+    """A residual MLP. A mask sets the activations of padding to 0 before and after the MLP."""
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         h = F.relu(self.up(x.masked_fill(mask, 0)))
         return x + self.down(h).masked_fill(mask, 0)
 
 
-class DropoutMLP(nn.Module):
-    """A residual MLP with handwritten dropout: a bool mask before the MLP, and a float mask after it."""
-
-    def __init__(self, p: float = 0.1) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES)
-        self.p = p
+class DropoutMLP(MLP):
+    """A residual MLP with handwritten dropout of 10%: a bool mask before the MLP, and a float mask after it."""
 
     def forward(self, x: Tensor, _: Tensor) -> Tensor:
-        h = x * (torch.rand_like(x) > self.p) / (1 - self.p)
+        h = x * (torch.rand_like(x) > 0.1) / 0.9
         h = self.down(F.relu(self.up(h)))
-        return x + h * (torch.rand_like(h) > self.p).to(h.dtype) / (1 - self.p)
+        return x + h * (torch.rand_like(h) > 0.1).to(h.dtype) / 0.9
 
 
 class SplitAttention(nn.Module):
@@ -296,12 +267,8 @@ def captured(function: Callable[..., Any], x: Tensor) -> Graph:
 def time_of_pass(graph: Graph, layers: int, may_report: bool = False) -> float:
     """Seconds of this thread's CPU time to fuse a copy of a graph. Other load does not affect CPU time.
 
-    The garbage collector is off while the pass runs, because it would visit all objects of the process.
-
-    Args:
-        graph: the graph.
-        layers: the number of layers that the pass must fuse.
-        may_report: allow the report to mention products that were not fused.
+    The garbage collector is off while the pass runs, because it would visit all objects of the process. The pass must
+    fuse `layers` layers, and with `may_report` its report may mention products that were not fused.
     """
     copy, report = Graph(graph.owning_module), FusionReport()
     copy.output(copy.graph_copy(graph, {}))
@@ -336,7 +303,7 @@ class Case:
 
     Attributes:
         name: the case's name in the results.
-        build: returns the model and its input.
+        build: returns the model, a module or a function, and its input.
         backend: `inductor` to compile the model, or `aot_eager` to trace it only.
         may_report: allow the report to mention products that look like parts of an MGLU layer.
         layers: number of MGLU layers, all of which the pass must fuse. A model without any is compiled only without
@@ -345,21 +312,20 @@ class Case:
     """
 
     name: str
-    build: Callable[[], tuple[nn.Module, Tensor]]
+    build: Callable[[], tuple[Callable[[Tensor], Tensor], Tensor]]
     backend: str = "inductor"
     may_report: bool = False
     layers: int = 0
     n_masks: int = 0
 
 
-def mglu_layers(n_masks: int, layers: int = 32) -> Case:
-    """A stack of MGLU layers."""
-    name = f"compile {layers} layers"
+def mglu_layers(n_masks: int) -> Case:
+    """A stack of 32 MGLU layers."""
 
     def build() -> tuple[nn.Module, Tensor]:
-        return nn.Sequential(*(Block(n_masks) for _ in range(layers))), torch.randn(3, WIDTH)
+        return nn.Sequential(*(Block(n_masks) for _ in range(32))), torch.randn(3, WIDTH)
 
-    return Case(name, build, layers=layers, n_masks=n_masks)
+    return Case("compile 32 layers", build, layers=32, n_masks=n_masks)
 
 
 def chain(step: str, nodes: int) -> Case:
@@ -385,13 +351,26 @@ def masked(kind: str, layers: int) -> Case:
 
 
 def unknown_calls(calls: int) -> Case:
-    """A chain of calls whose effects the pass does not know."""
-    return Case(f"{calls} unknown calls", lambda: (UnknownCalls(calls), torch.randn(3, FEATURES)), "aot_eager")
+    """A chain of calls of `unknown`."""
+
+    def model(x: Tensor) -> Tensor:
+        for _ in range(calls):
+            x = unknown(x)
+        return x
+
+    return Case(f"{calls} unknown calls", lambda: (model, torch.randn(3, FEATURES)), "aot_eager")
 
 
 def writes(count: int) -> Case:
     """A tensor whose rows are written one after the other."""
-    return Case(f"{count} writes y[i] = x", lambda: (Writes(count), torch.randn(3, FEATURES)), "aot_eager")
+
+    def model(x: Tensor) -> Tensor:
+        y = torch.zeros(count, FEATURES)
+        for i in range(count):
+            y[i] = x[0]
+        return y
+
+    return Case(f"{count} writes y[i] = x", lambda: (model, torch.randn(3, FEATURES)), "aot_eager")
 
 
 UNET = Case("UNet", lambda: (UNet(), torch.randn(1, 3, 64, 64)))

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import pandas as pd
 
 from benchmarks.records import read_table
+from mglu_ops.words import counted as many  # noqa: F401 (for the modules that make tables)
 
 EXTRA = ("chosen", "left_out", "peak_mb", "errors", "bits_repeat")
 """Keys of `Row.extra` that are columns of every frame, even if no row has them."""
@@ -87,11 +88,6 @@ def speedup(theirs_over_ours: float) -> str:
 def share(ours_over_theirs: float) -> str:
     """Our figure as a percentage of theirs, such as `64%`, in bold if ours is larger."""
     return form("**{:.0%}, more**" if ours_over_theirs > 1 else "{:.0%}")(ours_over_theirs)
-
-
-def many(count: int, thing: str) -> str:
-    """A count and its noun, such as "1 token" or "8 tokens"."""
-    return f"{count} {thing}{'s' * (count > 1)}"
 
 
 def shown(rows: pd.DataFrame, form: Callable[[float], str] = us, column: str = "microseconds") -> pd.Series:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -27,7 +28,7 @@ from benchmarks.language_model import LanguageModel, count
 from benchmarks.records import Row, parser_of, write
 from benchmarks.tensor_parallel import Ranks
 from benchmarks.timing import LOAD_SECONDS, SETTLED_ROUNDS, allocated, peak, release, under_load
-from benchmarks.train_model import LEARNING_RATE, LENGTH, MODELS, Model, Training, build
+from benchmarks.train_model import LEARNING_RATE, LENGTH, MODELS, Model, Training, build, distance
 from mglu_ops.nn import GLU, MGLU
 from mglu_ops.parallel import shard_placement_fn
 
@@ -62,21 +63,14 @@ def divided(model: LanguageModel, ranks: Ranks) -> LanguageModel:
     return model
 
 
-def distance(model: nn.Module, whole: nn.Module) -> float:
-    """The norm of the difference of two models' gradients, relative to the norm of the whole model's.
-
-    The gradients of the whole model are averaged over the ranks.
-    """
-    differences, norms = [], []
+def gradients(model: nn.Module, whole: nn.Module) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each gradient of the divided model, and of the whole model averaged over the ranks."""
     for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
         assert isinstance(ours.grad, DTensor)
         assert theirs.grad is not None
         mean = theirs.grad.float()
         dist.all_reduce(mean)
-        mean /= dist.get_world_size()
-        differences.append((ours.grad.full_tensor() - mean).double().norm())
-        norms.append(mean.double().norm())
-    return float(torch.stack(differences).norm() / torch.stack(norms).norm())
+        yield ours.grad.full_tensor(), mean / dist.get_world_size()
 
 
 def communication(step: Callable[[], object], device: str) -> float:
@@ -112,7 +106,7 @@ def bench(name: str, model: Model, numbers: list[int], ranks: Ranks, rounds: int
         alone = Training(whole, torch.optim.AdamW(whole.parameters()), tokens, autocast=False)
         for one in (ours, alone):
             one.backward()
-        errors[n_masks] = ranks.slowest(distance(parallel, whole))
+        errors[n_masks] = ranks.slowest(distance(gradients(parallel, whole)))
         del one
         ours.step()
         backward(ours)
@@ -135,8 +129,8 @@ def bench(name: str, model: Model, numbers: list[int], ranks: Ranks, rounds: int
     for n_masks in numbers:
         step, both, alone_times = (times[f"{n_masks} {what}"] for what in ("step", "backward", "alone"))
         columns = extra[n_masks] | {
-            "backward_us": median(both),
-            "alone_us": median(alone_times),
+            "backward_us": round(median(both), 1),
+            "alone_us": round(median(alone_times), 1),
             "tokens_per_second": round(ranks.mesh.size() * length / median(step) * 1e6),
         }
         variant = "SwiMGLU" if n_masks else "SwiGLU"
@@ -150,10 +144,6 @@ def backward(training: Training) -> None:
     """Forward and backward passes; gradients are dropped."""
     training.backward()
     training.optimizer.zero_grad(set_to_none=True)
-
-
-def median(times: list[float]) -> float:
-    return round(float(torch.tensor(times).median()), 1)
 
 
 def main() -> None:

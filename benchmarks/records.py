@@ -12,10 +12,8 @@ import importlib.metadata
 import io
 import json
 import math
-import os
 import platform
 import re
-import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -25,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks.timing import release, summarise
+from mglu_ops.tuning.command import commit
 
 COMMENT = "# "
 QUICK_ROUNDS = 3
@@ -127,10 +126,8 @@ def version(distribution: str) -> str:
 
 def environment(protocol: str) -> dict[str, str]:
     """The facts at the head of every result: the commit, the device, versions and the protocol."""
-    git = subprocess.run(["git", "rev-parse", "--verify", "HEAD"], capture_output=True, text=True, check=False)
     return {
-        # In a copy of the code without git history, MGLU_COMMIT names the commit.
-        "commit": os.environ.get("MGLU_COMMIT") or (git.stdout.strip() if git.returncode == 0 else "unknown"),
+        "commit": commit(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name(),
         "torch": torch.__version__,
         "triton": version("triton"),

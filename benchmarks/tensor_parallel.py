@@ -31,10 +31,10 @@ import mglu_ops
 from benchmarks.layers import MODELS, Model
 from benchmarks.records import Row, parser_of, write
 from benchmarks.timing import Variant, capture, clock_of, relative_error, under_load
-from benchmarks.train import shape_of
 from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.nn import MGLUExpertsFeedForward, MGLUFeedForward
 from mglu_ops.parallel import ColwiseMGLU, ParallelExperts
+from mglu_ops.tuning.command import shape as shape_of
 
 Call = Callable[[], object]
 

@@ -36,6 +36,7 @@ from benchmarks.timing import (
 from compile_passes.backend import mglu
 from mglu_ops.accuracy import ERROR_BUDGET
 from mglu_ops.nn import GLU, MGLU, NaiveMGLU
+from mglu_ops.tuning.command import shape as shape_of
 
 CASE = "training step"
 """Value of the column `case` in all rows of layers without experts."""
@@ -391,12 +392,6 @@ EXPERTS = Result(
     bench,
     EXPERTS_PROTOCOL,
 )
-
-
-def shape_of(text: str) -> tuple[int, int]:
-    """`(out_features, in_features)` from `8192x2048`."""
-    d, h = text.split("x")
-    return int(d), int(h)
 
 
 def main() -> None:

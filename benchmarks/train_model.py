@@ -7,7 +7,7 @@ its mask logits count. Blocks and loss are compiled.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -111,9 +111,8 @@ def build(sizes: Sizes, projection: Projection, device: str, precision: Precisio
         return LanguageModel(sizes, projection)
 
 
-def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The norm of the difference of two lists of gradients, relative to the norm of `theirs`."""
-    pairs = zip(ours, theirs, strict=True)
+def distance(pairs: Iterable[tuple[Tensor, Tensor]]) -> float:
+    """The norm of the difference of our gradients to others, relative to the norm of the others."""
     difference, norm = zip(*(((a - b).double().norm(), b.double().norm()) for a, b in pairs), strict=True)
     return float(torch.stack(difference).norm() / torch.stack(norm).norm())
 
@@ -156,7 +155,7 @@ def trainings(problem: Problem, device: str) -> tuple[dict[str, Training], dict[
     share_tensors(naive, fused)
     shared = optimizer(naive)
     pair = {"naive": training(naive, shared), "fused": training(fused, shared)}
-    error = distance(pair["fused"].gradients(), pair["naive"].gradients())
+    error = distance(zip(pair["fused"].gradients(), pair["naive"].gradients(), strict=True))
     release()
     for name, one in pair.items():
         add(name, one, held)

@@ -27,18 +27,6 @@ class Activation:
     """The function `(grad_output, x) -> grad_x`."""
 
 
-def _sigmoid_backward(grad: Tensor, x: Tensor) -> Tensor:
-    return _aten.sigmoid_backward(grad, torch.sigmoid(x))
-
-
-def _tanh_backward(grad: Tensor, x: Tensor) -> Tensor:
-    return _aten.tanh_backward(grad, torch.tanh(x))
-
-
-def _relu_squared_backward(grad: Tensor, x: Tensor) -> Tensor:
-    return _aten.threshold_backward(grad * (2 * torch.relu(x)), x, 0)
-
-
 # A dict, because Dynamo cannot guard a MappingProxyType in the graphs that vLLM captures.
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": Activation(0, F.silu, lambda grad, x: _aten.silu_backward(grad, x)),
@@ -49,10 +37,14 @@ ACTIVATIONS: Mapping[str, Activation] = {
         lambda grad, x: _aten.gelu_backward(grad, x, approximate="tanh"),
     ),
     "relu": Activation(3, torch.relu, lambda grad, x: _aten.threshold_backward(grad, x, 0)),
-    "sigmoid": Activation(4, torch.sigmoid, _sigmoid_backward),
-    "tanh": Activation(5, torch.tanh, _tanh_backward),
+    "sigmoid": Activation(4, torch.sigmoid, lambda grad, x: _aten.sigmoid_backward(grad, torch.sigmoid(x))),
+    "tanh": Activation(5, torch.tanh, lambda grad, x: _aten.tanh_backward(grad, torch.tanh(x))),
     "identity": Activation(6, lambda x: x, lambda grad, x: grad),
-    "relu_squared": Activation(7, lambda x: torch.relu(x).square(), _relu_squared_backward),
+    "relu_squared": Activation(
+        7,
+        lambda x: torch.relu(x).square(),
+        lambda grad, x: _aten.threshold_backward(grad * (2 * torch.relu(x)), x, 0),
+    ),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import UserError
 from .notices import say
-from .tuning.command import shape
+from .tuning.command import add_layer_options, check_layer_options
 
 DESCRIPTION = (
     "Builds the CPU kernels, and with --arch the CUDA kernels of layers. Otherwise the first calls build them. With "
@@ -28,12 +28,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--no-cpu", action="store_true", help="leave out the CPU kernels, which need a C++ compiler")
     parser.add_argument("--arch", nargs="+", default=[], metavar="SM", help="GPUs of the CUDA kernels, as sm_90")
-    parser.add_argument(
-        "--shapes", type=shape, nargs="+", default=[], metavar="OUTxIN", help="with --arch: the weights, as 14336x4096"
-    )
-    parser.add_argument("--n-masks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default: 1 2 4 8")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1], metavar="N", help="rows of x (default: 1)")
-    parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="bfloat16")
+    add_layer_options(parser, "with --arch: the weights, as 14336x4096", ("float16", "bfloat16", "float32"))
     parser.add_argument(
         "--weight-format", default="dense", metavar="NAME", help="of the weights: dense (default), fp8_row, ..."
     )
@@ -89,10 +84,7 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError("--arch and --shapes: CUDA kernels are compiled for a GPU and for a layer; give both")
     if options.no_cpu and not options.arch:
         raise UserError("--no-cpu leaves nothing to build without --arch and --shapes")
-    if not all(1 <= n_masks <= 16 for n_masks in options.n_masks):
-        raise UserError(f"--n-masks: got {options.n_masks}, must be 1 to 16")
-    if min(options.tokens) < 1:
-        raise UserError(f"--tokens: got {options.tokens}, must be at least 1")
+    check_layer_options(options)
     if options.activation not in ACTIVATIONS:
         raise UserError(f"--activation: got {options.activation!r}, must be one of {', '.join(ACTIVATIONS)}")
     try:

@@ -44,7 +44,8 @@ class Layout:
 
     @staticmethod
     def of(tensor: Tensor) -> Layout:
-        return Layout(tensor.stride(), _alignment(tensor.data_ptr()))
+        address = tensor.data_ptr()
+        return Layout(tensor.stride(), min(address & -address, _MOST_ALIGNED) if address else _MOST_ALIGNED)
 
     @staticmethod
     def of_every_expert(tensor: Tensor) -> Layout:
@@ -301,6 +302,11 @@ class Call:
         """The shape of the result, of all operators but `experts_down`, whose result has one row per token."""
         return (*self.leading, self.out_features)
 
+    @property
+    def n_partials(self) -> int:
+        """The number of partial derivatives of an element of the result, which training keeps (`mglu_ops.ops`)."""
+        return (1 if self.mask_weights_dtype is None else 2) * self.n_masks + 1
+
     def bytes_of_columns(self, columns: int) -> int:
         """The bytes of `columns` columns of one row of the weight and of all masks. `columns` is a multiple of 8."""
         return columns // 8 * (self.weight.bits + self.n_masks)
@@ -311,10 +317,6 @@ class Call:
         if self.routing is None:
             return words
         return f"{counted(self.routing.experts, 'expert')}, {counted(self.tokens, 'row')}, each {words}"
-
-
-def _alignment(address: int) -> int:
-    return min(address & -address, _MOST_ALIGNED) if address else _MOST_ALIGNED
 
 
 def metadata_key(given: Given) -> Key:

@@ -110,17 +110,14 @@ def check_down(given: DownGiven) -> None:
     _check_rank("y", y, "[T, K, in_features]")
     _check_experts_of(weight=weight, weight_scale=scale)
     _check_ids(ids, y.shape[0], y.device)
-    check_dense("expert_weights", expert_weights)
-    if expert_weights.dtype not in FLOATING:
-        raise TypeError(f"expert_weights: got dtype {expert_weights.dtype}, must be {FLOATING_NAMES}")
+    _check_floating_tensor("expert_weights", expert_weights)
     if not same_sizes(y.shape[:2], ids.shape):
         raise ValueError(f"y: got shape {list(y.shape)}, must begin with expert_ids' {list(ids.shape)}")
     if not same_sizes(expert_weights.shape, ids.shape):
         raise ValueError(
             f"expert_weights: got shape {list(expert_weights.shape)}, must be expert_ids' {list(ids.shape)}"
         )
-    if expert_weights.device != y.device:
-        raise ValueError(f"expert_weights: got device {expert_weights.device}, must be y's device {y.device}")
+    _check_device("expert_weights", expert_weights, "y", y.device)
     with _of_each_expert():
         check_inputs(y, weight[0], weight_format, "y")
         check_scale(weight[0], None if scale is None else scale[0], weight_format)
@@ -150,10 +147,8 @@ def check_expert_logits(mask_logits: Tensor) -> None:
 
 def check_inputs(x: Tensor, weight: Tensor, weight_format: WeightFormat = FORMATS["dense"], name: str = "x") -> None:
     """Check that x `[..., in_features]` and a weight in this format fit together. Errors call x `name`."""
-    check_dense(name, x)
     check_dense("weight", weight)
-    if x.dtype not in FLOATING:
-        raise TypeError(f"{name}: got dtype {x.dtype}, must be {FLOATING_NAMES}")
+    _check_floating_tensor(name, x)
     if weight.dtype != (weight_format.dtype or x.dtype):
         expected = f"{name}'s dtype {x.dtype}" if weight_format.is_dense else str(weight_format.dtype)
         raise TypeError(
@@ -169,8 +164,7 @@ def check_inputs(x: Tensor, weight: Tensor, weight_format: WeightFormat = FORMAT
         raise ValueError(
             f"{name}: got last size {x.shape[-1]} (shape {list(x.shape)}), must be weight's in_features {in_features}"
         )
-    if weight.device != x.device:
-        raise ValueError(f"weight: got device {weight.device}, must be {name}'s device {x.device}")
+    _check_device("weight", weight, name, x.device)
 
 
 def check_scale(weight: Tensor, scale: Tensor | None, weight_format: WeightFormat) -> None:
@@ -188,8 +182,7 @@ def check_scale(weight: Tensor, scale: Tensor | None, weight_format: WeightForma
         raise TypeError(f"weight_scale: got dtype {scale.dtype}, must be {weight_format.scale_dtype} {where}")
     if not same_sizes(scale.shape, shape):
         raise ValueError(f"weight_scale: got shape {list(scale.shape)}, must be {list(shape)} {where}")
-    if scale.device != weight.device:
-        raise ValueError(f"weight_scale: got device {scale.device}, must be x's device {weight.device}")
+    _check_device("weight_scale", scale, "x", weight.device)
 
 
 def check_floating(name: str, dtype: torch.dtype | None) -> None:
@@ -201,23 +194,20 @@ def check_floating(name: str, dtype: torch.dtype | None) -> None:
 def check_packed(weight: Tensor, packed_masks: Tensor, weight_format: WeightFormat = FORMATS["dense"]) -> None:
     """Check that packed_masks fit the weight: its shape, its format and its device."""
     check_layout(packed_masks, weight_format.packed * weight.shape[1], weight.shape[0])
-    if packed_masks.device != weight.device:
-        raise ValueError(f"packed_masks: got device {packed_masks.device}, must be x's device {weight.device}")
+    _check_device("packed_masks", packed_masks, "x", weight.device)
 
 
 def check_packable_logits(mask_logits: Tensor, weight: Tensor | None = None) -> None:
     """Check that mask_logits are floating `[n_masks, out_features, in_features]` and fit `weight`, if it is given."""
-    check_dense("mask_logits", mask_logits)
-    if mask_logits.dtype not in FLOATING:
-        raise TypeError(f"mask_logits: got dtype {mask_logits.dtype}, must be {FLOATING_NAMES}")
+    _check_floating_tensor("mask_logits", mask_logits)
     shape = mask_logits.shape
     if len(shape) != 3 or (weight is not None and not same_sizes(shape[1:], weight.shape)):
         known = "" if weight is None else f" = [n_masks, {weight.shape[0]}, {weight.shape[1]}]"
         raise ValueError(f"mask_logits: got shape {list(shape)}, must be [n_masks, out_features, in_features]{known}")
     if not 1 <= shape[0] <= MAX_MASKS:
         raise ValueError(f"mask_logits: got n_masks={shape[0]}, must be 1 to {MAX_MASKS}")
-    if weight is not None and mask_logits.device != weight.device:
-        raise ValueError(f"mask_logits: got device {mask_logits.device}, must be x's device {weight.device}")
+    if weight is not None:
+        _check_device("mask_logits", mask_logits, "x", weight.device)
 
 
 def _check_needs(needs: Sequence[bool], *names: str) -> None:
@@ -231,17 +221,14 @@ def check_mask_weights(x: Tensor, leading: Sequence[int], n_masks: int, mask_wei
     """Check that mask_weights are None or floating `[..., n_masks]` with these leading sizes, on x's device."""
     if mask_weights is None:
         return
-    check_dense("mask_weights", mask_weights)
-    if mask_weights.dtype not in FLOATING:
-        raise TypeError(f"mask_weights: got dtype {mask_weights.dtype}, must be {FLOATING_NAMES}")
+    _check_floating_tensor("mask_weights", mask_weights)
     expected = [*leading, n_masks]
     if not same_sizes(mask_weights.shape, expected):
         raise ValueError(
             f"mask_weights: got shape {list(mask_weights.shape)}, "
             f"must be the result's leading sizes and n_masks, {expected}"
         )
-    if mask_weights.device != x.device:
-        raise ValueError(f"mask_weights: got device {mask_weights.device}, must be x's device {x.device}")
+    _check_device("mask_weights", mask_weights, "x", x.device)
 
 
 def _check_like(name: str, tensor: Tensor, shape: Sequence[int], like: str, other: Tensor) -> None:
@@ -251,8 +238,19 @@ def _check_like(name: str, tensor: Tensor, shape: Sequence[int], like: str, othe
         raise ValueError(f"{name}: got shape {list(tensor.shape)}, must be {list(shape)}")
     if tensor.dtype != other.dtype:
         raise TypeError(f"{name}: got dtype {tensor.dtype}, must be {like}'s dtype {other.dtype}")
-    if tensor.device != other.device:
-        raise ValueError(f"{name}: got device {tensor.device}, must be {like}'s device {other.device}")
+    _check_device(name, tensor, like, other.device)
+
+
+def _check_floating_tensor(name: str, tensor: Tensor) -> None:
+    check_dense(name, tensor)
+    if tensor.dtype not in FLOATING:
+        raise TypeError(f"{name}: got dtype {tensor.dtype}, must be {FLOATING_NAMES}")
+
+
+def _check_device(name: str, tensor: Tensor, other: str, device: torch.device) -> None:
+    """Check that a tensor is on the device of the argument `other`."""
+    if tensor.device != device:
+        raise ValueError(f"{name}: got device {tensor.device}, must be {other}'s device {device}")
 
 
 def _check_rows_and_experts(x: Tensor, offs: Tensor, **tensors: Tensor) -> None:
@@ -269,8 +267,7 @@ def _check_offs(offs: Tensor | None, experts: int, device: torch.device) -> None
         raise TypeError(f"offs: got dtype {offs.dtype}, must be torch.int32, as for torch.nn.functional.grouped_mm")
     if not same_sizes(offs.shape, (experts,)):
         raise ValueError(f"offs: got shape {list(offs.shape)}, must be [{experts}], the end of each expert's rows")
-    if offs.device != device:
-        raise ValueError(f"offs: got device {offs.device}, must be x's device {device}")
+    _check_device("offs", offs, "x", device)
 
 
 def _check_ids(expert_ids: Tensor, tokens: int, device: torch.device) -> None:
@@ -281,8 +278,7 @@ def _check_ids(expert_ids: Tensor, tokens: int, device: torch.device) -> None:
         raise ValueError(
             f"expert_ids: got shape {list(expert_ids.shape)}, must be [T, K] = [{tokens}, K] with K of at least 1"
         )
-    if expert_ids.device != device:
-        raise ValueError(f"expert_ids: got device {expert_ids.device}, must be x's device {device}")
+    _check_device("expert_ids", expert_ids, "x", device)
 
 
 def _check_rank(name: str, tensor: Tensor, shape: str) -> None:

@@ -186,9 +186,9 @@ def _chosen(backend: Backend, how: Description, call: Call, declined: Sequence[R
 
 
 @cache
-def warn_of_fallback(backend: str, reason: str, op: str = "forward", stacklevel: int = 5) -> None:
-    """Warn once that an operator runs on a slow backend. `stacklevel` is the number of frames up to the user's call."""
-    notices.warn(f"mglu::{op} runs on the backend {backend}: {reason}", stacklevel=stacklevel)
+def warn_of_fallback(backend: str, reason: str, op: str) -> None:
+    """Warn once that an operator runs on a slow backend."""
+    notices.warn(f"mglu::{op} runs on the backend {backend}: {reason}", stacklevel=6)
 
 
 # --- Prepared calls --------------------------------------------------------------------------------------------------
@@ -230,18 +230,27 @@ def forward(given: Given, *, backend: str | None = None, launch: Any = None) -> 
     if known is not None:
         return known
     op = "forward" if given.routing is None else "experts_forward" if given.offs is None else "grouped_forward"
-    choice = _announced("forward", call, op)
-    prepared = _forward_on(BACKENDS[choice.backend], call, given, choice.launch)
-    _keep(metadata_key(given), choice, prepared)
-    return prepared(given)
+    return _prepare("forward", call, op, metadata_key(given), given)(given)
 
 
-def _announced(task: Task, call: Call, op: str) -> Choice:
-    """Choose a backend, and warn if it is a fallback."""
+def _prepare(task: Task, call: Call, op: str, key: Key | None, given: Any = None) -> Prepared:
+    """Choose a backend, warn if it is a fallback, prepare the call and keep it for later calls with the same key.
+
+    `given` is needed for the task `forward` only.
+    """
     choice = choose(task, call)
     if choice.is_fallback:
-        warn_of_fallback(choice.backend, choice.reason, op, stacklevel=6)
-    return choice
+        warn_of_fallback(choice.backend, choice.reason, op)
+    backend = BACKENDS[choice.backend]
+    if task == "forward":
+        prepared = _forward_on(backend, call, given, choice.launch)
+    else:
+        prepared = backend.prepare(task, call, choice.launch)
+    if key is not None and choice.is_kept:
+        if len(_prepared) >= CALLS_KEPT:
+            _prepared.clear()
+        _prepared[key] = prepared
+    return prepared
 
 
 def _asked_for(name: str, task: Task, call: Call) -> Backend:
@@ -257,20 +266,18 @@ def _asked_for(name: str, task: Task, call: Call) -> Backend:
     return backend
 
 
-def _keep(key: Key | None, choice: Choice, prepared: Prepared) -> None:
-    if key is None or not choice.is_kept:
-        return
-    if len(_prepared) >= CALLS_KEPT:
-        _prepared.clear()
-    _prepared[key] = prepared
-
-
 def _forward_on(backend: Backend, call: Call, given: Given, launch: Any) -> Prepared:
     """Prepare a call. Where necessary, the prepared call first rounds x, and converts its arguments with `in_rows`."""
     if call.activation_format != "dense" and not backend.rounds_x:
-        return OfRoundedX(backend.prepare("forward", call.with_rounded_x(), launch))
+        dense = backend.prepare("forward", call.with_rounded_x(), launch)
+        return lambda given: dense(_rounded(given).in_rows())
     prepared = backend.prepare("forward", call, launch)
-    return InRows(prepared) if _is_copied(given) else prepared
+    return (lambda given: prepared(given.in_rows())) if _is_copied(given) else prepared
+
+
+def _rounded(given: Given) -> Given:
+    """Round x to the activation format `fp8_token`."""
+    return given._replace(x=round_activation(given.x).contiguous(), activation_format="dense")
 
 
 def _is_copied(given: Given) -> bool:
@@ -280,27 +287,6 @@ def _is_copied(given: Given) -> bool:
     return (given.routing is not None and weights is not None and weights.dim() != 2) or any(
         tensor.data_ptr() != getattr(rows, name).data_ptr() for name, tensor in given.tensors().items()
     )
-
-
-class InRows:
-    """A prepared call that first converts its arguments with `in_rows`."""
-
-    def __init__(self, prepared: Prepared) -> None:
-        self._prepared = prepared
-
-    def __call__(self, given: Given) -> Tensor:
-        return self._prepared(given.in_rows())
-
-
-class OfRoundedX:
-    """A prepared call that first rounds x to the activation format `fp8_token`."""
-
-    def __init__(self, prepared: Prepared) -> None:
-        self._prepared = prepared
-
-    def __call__(self, given: Given) -> Tensor:
-        x = round_activation(given.x).contiguous()
-        return self._prepared(given._replace(x=x, activation_format="dense").in_rows())
 
 
 # --- Packing ---------------------------------------------------------------------------------------------------------
@@ -338,10 +324,8 @@ def train(key: Key | None, given: Given) -> tuple[Tensor, Tensor]:
     x, given = given.x, given.in_rows()
     prepared = _prepared.get(key) if key else None
     if prepared is None:
-        call = Call.of(given)
-        choice = _announced("train", call, "forward_train" if given.offs is None else "grouped_forward_train")
-        prepared = BACKENDS[choice.backend].prepare("train", call)
-        _keep(key, choice, prepared)
+        op = "forward_train" if given.offs is None else "grouped_forward_train"
+        prepared = _prepare("train", Call.of(given), op, key)
     result, partials = prepared(given)
     if given.x is x:
         return result, partials
@@ -359,10 +343,8 @@ def backward(key: Key | None, given: BackwardGiven) -> tuple[Tensor, Tensor, Ten
     x, given = given.x, given.in_rows()
     prepared = _prepared.get(key) if key else None
     if prepared is None:
-        call = _of_backward(given)
-        choice = _announced("backward", call, "backward" if given.offs is None else "grouped_backward")
-        prepared = BACKENDS[choice.backend].prepare("backward", call)
-        _keep(key, choice, prepared)
+        op = "backward" if given.offs is None else "grouped_backward"
+        prepared = _prepare("backward", _of_backward(given), op, key)
     grad_x, grad_weight, grad_logits, grad_mask_weights = prepared(given)
     if given.x is not x:
         if given.needs[0]:
@@ -385,18 +367,15 @@ def down(key: Key | None, given: DownGiven, *, backend: str | None = None, launc
         call = Call.of_down(given)
         if backend is not None:
             return _asked_for(backend, "down", call).prepare("down", call, launch)(given)
-        choice = _announced("down", call, "experts_down")
-        prepared = BACKENDS[choice.backend].prepare("down", call, choice.launch)
-        _keep(key, choice, prepared)
+        prepared = _prepare("down", call, "experts_down", key)
     return prepared(given)
 
 
 def down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of y, weight and expert_weights; gradients that are not needed are empty."""
     given = given.in_rows()
-    call = Call.of_down(given)
-    choice = _announced("down_backward", call, "experts_down_backward")
-    return BACKENDS[choice.backend].prepare("down_backward", call)(grad_output, given, needs)
+    prepared = _prepare("down_backward", Call.of_down(given), "experts_down_backward", None)
+    return prepared(grad_output, given, needs)
 
 
 def waiting_reason(task: Task, device: torch.device, dtype: torch.dtype) -> str | None:

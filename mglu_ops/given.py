@@ -46,27 +46,9 @@ class Given(NamedTuple):
     """int32 `[E]`: the end of each expert's rows."""
 
     @staticmethod
-    def of_ids(x: Tensor, weight: Tensor, packed_masks: Tensor, expert_ids: Tensor, *rest: Any) -> Given:
-        """Take the arguments of `mglu::experts_forward` in its schema's order. Raises TypeError if ids are None."""
-        check_dense("expert_ids", expert_ids)  # torch accepts None for a tensor
-        return Given(x, weight, packed_masks, *rest, expert_ids=expert_ids)  # type: ignore[misc] # rest has no ids
-
-    @staticmethod
-    def of_offs(x: Tensor, weight: Tensor, packed_masks: Tensor, offs: Tensor, *rest: Any) -> Given:
-        """Take the arguments of `mglu::grouped_forward` in its schema's order. Raises TypeError if offs is None."""
-        check_dense("offs", offs)  # torch accepts None for a tensor
-        return Given(x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest has no offs
-
-    @staticmethod
-    def of_train(x: Tensor, weight: Tensor, packed_masks: Tensor, *options: Any) -> Given:
+    def of_train(x: Tensor, weight: Tensor, packed_masks: Tensor, *options: Any, offs: Tensor | None = None) -> Given:
         """Take the arguments of `mglu::forward_train` in its schema's order."""
-        return Given(x, weight, packed_masks, **dict(zip(_OPTIONS[SteGiven], options, strict=False)))
-
-    @staticmethod
-    def of_grouped_train(x: Tensor, weight: Tensor, packed_masks: Tensor, offs: Tensor, *options: Any) -> Given:
-        """Take the arguments of `mglu::grouped_forward_train` in its schema's order."""
-        check_dense("offs", offs)
-        return Given.of_train(x, weight, packed_masks, *options)._replace(offs=offs)
+        return Given(x, weight, packed_masks, **dict(zip(_OPTIONS[SteGiven], options, strict=False)), offs=offs)
 
     @property
     def out_features(self) -> int:
@@ -151,12 +133,6 @@ class SteGiven(NamedTuple):
     mask_weights: Tensor | None = None
     offs: Tensor | None = None
 
-    @staticmethod
-    def of_offs(x: Tensor, weight: Tensor, mask_logits: Tensor, offs: Tensor, *rest: Any) -> SteGiven:
-        """Take the arguments of `mglu::grouped_forward_ste` in its schema's order. Raises TypeError if offs is None."""
-        check_dense("offs", offs)
-        return SteGiven(x, weight, mask_logits, *rest, offs=offs)  # type: ignore[misc] # rest has no offs
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name, without arguments that are None."""
         return {name: value for name, value in self._asdict().items() if isinstance(value, Tensor)}
@@ -191,6 +167,11 @@ class DownGiven(NamedTuple):
         scale = None if scale is None else scale.contiguous()
         return DownGiven(y.contiguous(), weight, ids.contiguous(), expert_weights.contiguous(), scale, weight_format)
 
+    def empty_gradients(self, needs: Sequence[bool]) -> list[Tensor]:
+        """Return uninitialised gradients of y, weight and expert weights; empty if not needed."""
+        tensors = zip((self.y, self.weight, self.expert_weights), needs, strict=True)
+        return [tensor.new_empty(tensor.shape if needed else (0,)) for tensor, needed in tensors]
+
 
 class BackwardGiven(NamedTuple):
     """The arguments of `mglu::backward`, or of `mglu::grouped_backward` with offs.
@@ -217,14 +198,6 @@ class BackwardGiven(NamedTuple):
     """The dtype of the gradient of the mask weights; None if it is not needed, or if there are no mask weights."""
     offs: Tensor | None = None
     """int32 `[E]`: the end of each expert's rows."""
-
-    @staticmethod
-    def of_offs(
-        grad_output: Tensor, x: Tensor, weight: Tensor, packed_masks: Tensor, offs: Tensor, *rest: Any
-    ) -> BackwardGiven:
-        """Take the arguments of `mglu::grouped_backward` in its schema's order. Raises TypeError if offs is None."""
-        check_dense("offs", offs)  # torch accepts None for a tensor
-        return BackwardGiven(grad_output, x, weight, packed_masks, *rest, offs=offs)  # type: ignore[misc] # rest has no offs
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by name, without arguments that are None."""
@@ -288,16 +261,29 @@ def schema_of_options(arguments: type[Given | SteGiven | DownGiven]) -> str:
     return ", ".join(f"{types[hints[name]]} {name}={text}" for name, text in texts.items())
 
 
+def _with_routing(arguments: Callable[..., Any], name: str, after: int) -> Callable[..., Any]:
+    """Return a function that takes the arguments of an operator over experts in its schema's order.
+
+    The argument `name`, ids or offs, follows the first `after` arguments. If it is None, the function raises TypeError.
+    """
+
+    def take(*args: Any) -> Any:
+        check_dense(name, args[after])  # torch accepts None for a tensor
+        return arguments(*args[:after], *args[after + 1 :], **{name: args[after]})
+
+    return take
+
+
 OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
     "forward": ("forward", Given),
     "forward_ste": ("ste", SteGiven),
     "forward_train": ("train", Given.of_train),
     "backward": ("backward", BackwardGiven),
-    "grouped_forward": ("forward", Given.of_offs),
-    "grouped_forward_ste": ("ste", SteGiven.of_offs),
-    "grouped_forward_train": ("train", Given.of_grouped_train),
-    "grouped_backward": ("backward", BackwardGiven.of_offs),
-    "experts_forward": ("forward", Given.of_ids),
+    "grouped_forward": ("forward", _with_routing(Given, "offs", 3)),
+    "grouped_forward_ste": ("ste", _with_routing(SteGiven, "offs", 3)),
+    "grouped_forward_train": ("train", _with_routing(Given.of_train, "offs", 3)),
+    "grouped_backward": ("backward", _with_routing(BackwardGiven, "offs", 4)),
+    "experts_forward": ("forward", _with_routing(Given, "expert_ids", 3)),
     "experts_down": ("down", DownGiven),
 }
 """Maps each operator to its kind ("ste" has learned masks), and to the function that takes its arguments in order."""

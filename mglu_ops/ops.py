@@ -212,12 +212,6 @@ def _unpack_masks_fake(packed_masks: Tensor, in_features: int) -> Tensor:
 # --- Kernels and their fakes: each function registers an operator for one layer or over experts -----------------------
 
 
-def fake_result(given: Given) -> Tensor:
-    """Check the arguments of an inference operator and return its fake result."""
-    checks.check_forward(given)
-    return given.x.new_empty((*given.leading, given.out_features))
-
-
 def _register_forward(op: Any, given_of: Callable[..., Given]) -> None:
     """Register an inference operator. `given_of` takes the operator's arguments in the order of its schema."""
     name = op._schema.name.split("::")[1]
@@ -234,7 +228,9 @@ def _register_forward(op: Any, given_of: Callable[..., Given]) -> None:
 
     @fake(name)
     def run_fake(*args: Any) -> Tensor:
-        return fake_result(given_of(*args))
+        given = given_of(*args)
+        checks.check_forward(given)
+        return given.x.new_empty((*given.leading, given.out_features))
 
     @kernel(name, "Autograd", with_keyset=True)
     def autograd(keys: DispatchKeySet, *args: Any) -> Tensor:
@@ -276,27 +272,47 @@ def _register_ste(op: Any, given_of: Callable[..., SteGiven]) -> None:
             return op(*args)
 
 
-def _register_train(op: Any, given_of: Callable[..., Given]) -> None:
-    """Register an operator that returns a result and partials."""
+def _register_task(
+    op: Any,
+    given_of: Callable[..., Any],
+    task: str,
+    check: Callable[[Any], None],
+    fake_result: Callable[[Any], Any],
+) -> Callable[..., Any]:
+    """Register the kernel of an operator, which runs the function of `dispatch` for a task, and its fake kernel.
+
+    Returns the kernel.
+    """
     name = op._schema.name.split("::")[1]
 
     @kernel(name)
-    def run(*args: Any) -> tuple[Tensor, Tensor]:
+    def run(*args: Any) -> Any:
         given, key = given_of(*args), arguments_key(name, *args)
         if not dispatch.is_known(key):
             _check_real(given.tensors())
-            checks.check_forward(given)
-        return dispatch.train(key, given)
+            check(given)
+        return getattr(dispatch, task)(key, given)
 
     @fake(name)
-    def run_fake(*args: Any) -> tuple[Tensor, Tensor]:
+    def run_fake(*args: Any) -> Any:
         given = given_of(*args)
-        checks.check_forward(given)
-        rows = checks.rows_of_partials(given.n_masks, given.mask_weights is not None)
-        shapes = (*given.leading, given.out_features), (*given.leading, rows, given.out_features)
-        return given.x.new_empty(shapes[0]), given.x.new_empty(shapes[1])
+        check(given)
+        return fake_result(given)
 
-    @kernel(name, "Autograd", with_keyset=True)
+    return run
+
+
+def _fake_train(given: Given) -> tuple[Tensor, Tensor]:
+    rows = checks.rows_of_partials(given.n_masks, given.mask_weights is not None)
+    shapes = (*given.leading, given.out_features), (*given.leading, rows, given.out_features)
+    return given.x.new_empty(shapes[0]), given.x.new_empty(shapes[1])
+
+
+def _register_train(op: Any, given_of: Callable[..., Given]) -> None:
+    """Register an operator that returns a result and partials."""
+    run = _register_task(op, given_of, "train", checks.check_forward, _fake_train)
+
+    @kernel(op._schema.name.split("::")[1], "Autograd", with_keyset=True)
     def autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor]:
         """Return a result that outer functorch levels can differentiate. The partials cannot be differentiated."""
         if needs_gradient(*args):
@@ -307,24 +323,16 @@ def _register_train(op: Any, given_of: Callable[..., Given]) -> None:
 
 def _register_backward(op: Any, given_of: Callable[..., BackwardGiven]) -> None:
     """Register an operator that returns gradients, which cannot be differentiated again."""
-    name, last = op._schema.name.split("::")[1], last_derivative(op)
+    run = _register_task(op, given_of, "backward", checks.check_backward, BackwardGiven.empty_gradients)
+    _register_last(op, run)
 
-    @kernel(name)
-    def run(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        given, key = given_of(*args), arguments_key(name, *args)
-        if not dispatch.is_known(key):
-            _check_real(given.tensors())
-            checks.check_backward(given)
-        return dispatch.backward(key, given)
 
-    @fake(name)
-    def run_fake(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        given = given_of(*args)
-        checks.check_backward(given)
-        return given.empty_gradients()
+def _register_last(op: Any, run: Callable[..., Any]) -> None:
+    """Register the Autograd kernel of an operator whose results cannot be differentiated."""
+    last = last_derivative(op)
 
-    @kernel(name, "Autograd", with_keyset=True)
-    def autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    @kernel(op._schema.name.split("::")[1], "Autograd", with_keyset=True)
+    def autograd(keys: DispatchKeySet, *args: Any) -> Any:
         return apply_function(last, *args) if needs_gradient(*args) else below_autograd(op, run, keys, *args)
 
 
@@ -339,20 +347,11 @@ for _name, (_task, _given_of) in OPERATORS.items():
         _REGISTER[_task](getattr(torch.ops.mglu, _name).default, _given_of)
 
 
-@kernel("experts_down")
-def _experts_down(*args: Any) -> Tensor:
-    given, key = DownGiven(*args), arguments_key("experts_down", *args)
-    if not dispatch.is_known(key):
-        _check_real(given.tensors())
-        checks.check_down(given)
-    return dispatch.down(key, given)
-
-
-@fake("experts_down")
-def _experts_down_fake(*args: Any) -> Tensor:
-    given = DownGiven(*args)
-    checks.check_down(given)
+def _fake_down(given: DownGiven) -> Tensor:
     return given.y.new_empty((given.y.shape[0], given.weight.shape[1]))
+
+
+_experts_down = _register_task(experts_down, DownGiven, "down", checks.check_down, _fake_down)
 
 
 @kernel("experts_down", "Autograd", with_keyset=True)
@@ -379,19 +378,11 @@ def _experts_down_backward(grad_output: Tensor, *args: Any) -> tuple[Tensor, Ten
 def _experts_down_backward_fake(grad_output: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     given, needs = DownGiven(*args[:4]), args[4]
     checks.check_down_backward(grad_output, given, needs)
-    tensors = zip((given.y, given.weight, given.expert_weights), needs, strict=True)
-    grad_y, grad_weight, grad_expert_weights = (one.new_empty(one.shape if needed else (0,)) for one, needed in tensors)
+    grad_y, grad_weight, grad_expert_weights = given.empty_gradients(needs)
     return grad_y, grad_weight, grad_expert_weights
 
 
-_LastDownDerivative = last_derivative(experts_down_backward)
-
-
-@kernel("experts_down_backward", "Autograd", with_keyset=True)
-def _experts_down_backward_autograd(keys: DispatchKeySet, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    if needs_gradient(*args):
-        return apply_function(_LastDownDerivative, *args)
-    return below_autograd(experts_down_backward, _experts_down_backward, keys, *args)
+_register_last(experts_down_backward, _experts_down_backward)
 
 
 for _op in (pack_masks, pack_logits, pack_expert_logits, unpack_masks):

@@ -22,14 +22,10 @@ def sort_pairs(expert_ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """
     ids = expert_ids.flatten()
     ids = torch.where((ids >= 0) & (ids < experts), ids, experts)
-    ids, pairs = ids.to(_sorted_dtype(experts, ids.dtype)).sort(stable=True)
+    # A radix sort passes over memory once for each byte of an id.
+    ids, pairs = ids.to(torch.int16 if experts <= torch.iinfo(torch.int16).max else ids.dtype).sort(stable=True)
     each = torch.arange(experts, dtype=ids.dtype, device=ids.device)
     return pairs, torch.searchsorted(ids, each, right=True, out_int32=True)
-
-
-def _sorted_dtype(experts: int, dtype: torch.dtype) -> torch.dtype:
-    """The dtype to which ids are cast before sorting. A radix sort passes over memory once for each byte of an id."""
-    return torch.int16 if experts <= torch.iinfo(torch.int16).max else dtype
 
 
 def inverse_of(pairs: Tensor) -> Tensor:

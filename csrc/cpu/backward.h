@@ -1,13 +1,8 @@
 // The elementwise steps of the backward pass in bfloat16, between the GEMMs, which torch runs
 // (mglu_ops/backends/cpu/backward.py).
 //
-// F_i is -1 where M_i = 1 and 1 elsewhere. G is the gradient of the result. The forward pass kept the partial
-// derivatives P = dy/dt, Q_i = dy/df_i and R_i = dy/dmask_weight_i (mglu_cpu.h). Products with `*` are elementwise; the
-// other products are GEMMs:
-//
-//   grad_t = G * P,   grad_f_i = G * Q_i,   D_0 = grad_t^T x,   D_i = grad_f_i^T x
-//   grad_x = grad_t W + sum_i grad_f_i (F_i * W),   grad_weight = D_0 + sum_i F_i * D_i
-//   grad_logits_i = -2 W * D_i,   grad_mask_weights_i = sum over columns of G * R_i
+// mglu_ops/backends/gradients.py has the equations, and defines F_i, G, P, Q_i, R_i and D_i. Here grad_t is dt = G * P,
+// and grad_f_i is b_i = G * Q_i.
 //
 // Each step computes in float32 and rounds its result once; subnormal numbers may count as 0. Sizes and strides count
 // elements. A stride is the distance between two rows; the elements of a row are contiguous. Pointers need only the

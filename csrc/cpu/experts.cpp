@@ -29,66 +29,59 @@ class Rows {
     std::int64_t size_ = 0;
 };
 
-// Runs an expert's layer for its rows. Consecutive rows are read and written where they are; others are copied.
-class ExpertLayers {
-  public:
-    ExpertLayers(const Forward& first, const Experts& call, ParallelFor parallel_for)
-        : first_(first), call_(call), parallel_for_(parallel_for), item_(bytes_of(first.dtype)) {}
-
-    Status run(std::int64_t expert, const std::int64_t* rows, std::int64_t count) {
-        Forward layer = first_;
-        layer.tokens = count;
-        layer.weight = offset(layer.weight, expert * call_.weight_bytes);
-        layer.packed_masks += expert * call_.mask_bytes;
-        layer.weight_scale = offset(layer.weight_scale, expert * call_.scale_bytes);
-        const std::int64_t weights_item = bytes_of(first_.mask_weights_dtype);
-        const std::int64_t row_bytes = first_.out_features * item_;
-        if (count == 1 || call_.is_sorted) {
-            layer.x = offset(first_.x, rows[0] / call_.top_k * first_.x_stride * item_);
-            layer.mask_weights = offset(first_.mask_weights, rows[0] * first_.mask_weight_stride * weights_item);
-            layer.out = static_cast<char*>(first_.out) + rows[0] * row_bytes;
-            if (first_.partials)
-                layer.partials = static_cast<char*>(first_.partials) + rows[0] * row_bytes * partials_of(first_);
-            return forward(layer, parallel_for_);
-        }
-        const std::int64_t x_bytes = first_.in_features * item_;
-        char* const x = x_.of(count, x_bytes);
-        char* const out = out_.of(count, row_bytes);
-        if (!x || !out) return Status::out_of_memory;
-        for (std::int64_t i = 0; i < count; ++i)
-            std::memcpy(x + i * x_bytes, offset(first_.x, rows[i] / call_.top_k * first_.x_stride * item_),
-                        static_cast<std::size_t>(x_bytes));
-        layer.x = x;
-        layer.x_stride = first_.in_features;
-        layer.out = out;
-        if (first_.mask_weights) {
-            char* const weights = weights_.of(count, first_.n_masks * weights_item);
-            if (!weights) return Status::out_of_memory;
-            for (std::int64_t i = 0; i < count; ++i)
-                for (std::int64_t n = 0; n < first_.n_masks; ++n)
-                    std::memcpy(weights + (i * first_.n_masks + n) * weights_item,
-                                offset(first_.mask_weights,
-                                       (rows[i] * first_.mask_weight_stride + n * first_.mask_weight_mask_stride) *
-                                           weights_item),
-                                static_cast<std::size_t>(weights_item));
-            layer.mask_weights = weights;
-            layer.mask_weight_stride = first_.n_masks;
-            layer.mask_weight_mask_stride = 1;
-        }
-        const Status status = forward(layer, parallel_for_);
-        for (std::int64_t i = 0; i < count; ++i)
-            std::memcpy(static_cast<char*>(first_.out) + rows[i] * row_bytes, out + i * row_bytes,
-                        static_cast<std::size_t>(row_bytes));
-        return status;
-    }
-
-  private:
-    const Forward& first_;
-    const Experts& call_;
-    ParallelFor parallel_for_;
-    std::int64_t item_;
-    Rows x_, out_, weights_;
+struct Buffers {
+    Rows x, out, weights;
 };
+
+// Runs an expert's layer for its rows. Consecutive rows are read and written where they are; others are copied.
+Status run_layer(const Forward& first, const Experts& call, ParallelFor parallel_for, Buffers& buffers,
+                 std::int64_t expert, const std::int64_t* rows, std::int64_t count) {
+    const std::int64_t item = bytes_of(first.dtype);
+    Forward layer = first;
+    layer.tokens = count;
+    layer.weight = offset(layer.weight, expert * call.weight_bytes);
+    layer.packed_masks += expert * call.mask_bytes;
+    layer.weight_scale = offset(layer.weight_scale, expert * call.scale_bytes);
+    const std::int64_t weights_item = bytes_of(first.mask_weights_dtype);
+    const std::int64_t row_bytes = first.out_features * item;
+    if (count == 1 || call.is_sorted) {
+        layer.x = offset(first.x, rows[0] / call.top_k * first.x_stride * item);
+        layer.mask_weights = offset(first.mask_weights, rows[0] * first.mask_weight_stride * weights_item);
+        layer.out = static_cast<char*>(first.out) + rows[0] * row_bytes;
+        if (first.partials)
+            layer.partials = static_cast<char*>(first.partials) + rows[0] * row_bytes * partials_of(first);
+        return forward(layer, parallel_for);
+    }
+    const std::int64_t x_bytes = first.in_features * item;
+    char* const x = buffers.x.of(count, x_bytes);
+    char* const out = buffers.out.of(count, row_bytes);
+    if (!x || !out) return Status::out_of_memory;
+    for (std::int64_t i = 0; i < count; ++i)
+        std::memcpy(x + i * x_bytes, offset(first.x, rows[i] / call.top_k * first.x_stride * item),
+                    static_cast<std::size_t>(x_bytes));
+    layer.x = x;
+    layer.x_stride = first.in_features;
+    layer.out = out;
+    if (first.mask_weights) {
+        char* const weights = buffers.weights.of(count, first.n_masks * weights_item);
+        if (!weights) return Status::out_of_memory;
+        for (std::int64_t i = 0; i < count; ++i)
+            for (std::int64_t n = 0; n < first.n_masks; ++n)
+                std::memcpy(
+                    weights + (i * first.n_masks + n) * weights_item,
+                    offset(first.mask_weights,
+                           (rows[i] * first.mask_weight_stride + n * first.mask_weight_mask_stride) * weights_item),
+                    static_cast<std::size_t>(weights_item));
+        layer.mask_weights = weights;
+        layer.mask_weight_stride = first.n_masks;
+        layer.mask_weight_mask_stride = 1;
+    }
+    const Status status = forward(layer, parallel_for);
+    for (std::int64_t i = 0; i < count; ++i)
+        std::memcpy(static_cast<char*>(first.out) + rows[i] * row_bytes, out + i * row_bytes,
+                    static_cast<std::size_t>(row_bytes));
+    return status;
+}
 
 bool is_valid(const Forward& first, const Experts& call) {
     const bool sizes = call.experts >= 0 && call.rows >= 0 && call.top_k > 0 &&
@@ -105,9 +98,9 @@ Status forward_experts(const Forward& first, const Experts& call, ParallelFor pa
     if (bytes == 0) return Status::ok;
     std::memset(first.out, 0, static_cast<std::size_t>(bytes));
     if (first.partials) std::memset(first.partials, 0, static_cast<std::size_t>(bytes * partials_of(first)));
-    ExpertLayers layers(first, call, parallel_for);
+    Buffers buffers;
     return for_each_expert(call, [&](std::int64_t expert, const std::int64_t* rows, std::int64_t count) {
-        return layers.run(expert, rows, count);
+        return run_layer(first, call, parallel_for, buffers, expert, rows, count);
     });
 }
 

@@ -93,9 +93,9 @@ struct FewTokens {
     using Sums = std::conditional_t<std::is_same_v<E, W> || std::is_same_v<E, float>, E, BFloat16>;
 
     const Forward& call;
-    Activate activate;
     const Operand<E>* x;  // [tokens, in_features padded to whole steps], 0 past in_features
     std::int64_t x_stride;
+    Activate activate;
     const float* term_weights;  // [tokens, kMaxMasks]
 
     void run(std::int64_t begin, std::int64_t end) const {
@@ -189,9 +189,10 @@ struct FewTokens {
     }
 };
 
-template <class E, class W>
-Status forward_few_of(const Forward& call, ParallelFor parallel_for, const float* term_weights) {
-    const std::int64_t padded = ceil_div(call.in_features, 8 * kOctetsAtOnce<E>) * 8 * kOctetsAtOnce<E>;
+// Runs a Job, FewTokens or Linear, on chunks of W. Its x is a converted copy, in rows padded to a multiple of `step`.
+template <class E, class Job, class... More>
+Status run_chunks(const Forward& call, ParallelFor parallel_for, std::int64_t step, More... more) {
+    const std::int64_t padded = ceil_div(call.in_features, step) * step;
     const Floats memory = allocate_floats(call.tokens * padded);
     if (!memory) return Status::out_of_memory;
     auto* x = reinterpret_cast<Operand<E>*>(memory.get());
@@ -199,21 +200,27 @@ Status forward_few_of(const Forward& call, ParallelFor parallel_for, const float
         write_operands(static_cast<const E*>(call.x) + token * call.x_stride, call.in_features, padded,
                        x + token * padded);
     }
-    const FewTokens<E, W> job{call, activation_of(call.activation), x, padded, term_weights};
+    const Job job{call, x, padded, more...};
     const std::int64_t chunks = ceil_div(call.out_features, kChunkRows);
     const std::int64_t work = call.in_features * (1 + call.n_masks) * call.tokens * kChunkRows;
     return over_ranges(parallel_for, chunks, ceil_div(kProductsPerTask, work + 1),
                        [&](std::int64_t begin, std::int64_t end) { job.run(begin, end); });
 }
 
-// Runs a call whose weight is dense. If kReadsBytes, the weight may also be int8_row or fp8_row.
-template <class E>
-Status forward_few(const Forward& call, ParallelFor parallel_for, const float* term_weights) {
+// Runs a Job for the type of the weight, which is dense or, if kReadsBytes, int8_row or fp8_row.
+template <class E, template <class, class> class Job, class... More>
+Status over_chunks(const Forward& call, ParallelFor parallel_for, std::int64_t step, More... more) {
     if constexpr (kReadsBytes) {
         if (call.weight_format == WeightFormat::int8_row)
-            return forward_few_of<E, Int8>(call, parallel_for, term_weights);
+            return run_chunks<E, Job<E, Int8>>(call, parallel_for, step, more...);
         if (call.weight_format == WeightFormat::fp8_row)
-            return forward_few_of<E, Fp8>(call, parallel_for, term_weights);
+            return run_chunks<E, Job<E, Fp8>>(call, parallel_for, step, more...);
     }
-    return forward_few_of<E, E>(call, parallel_for, term_weights);
+    return run_chunks<E, Job<E, E>>(call, parallel_for, step, more...);
+}
+
+template <class E>
+Status forward_few(const Forward& call, ParallelFor parallel_for, const float* term_weights) {
+    return over_chunks<E, FewTokens>(call, parallel_for, 8 * kOctetsAtOnce<E>, activation_of(call.activation),
+                                     term_weights);
 }

@@ -9,9 +9,11 @@ template <int Tokens>             // rows that share a load of x; one token gain
 constexpr int kLinearRows = Tokens == 1 ? 2 : kSumRegisters / 8 * 2;
 constexpr std::int64_t kLinearBlockBytes = 512 * 1024;  // bytes of x in a block of tokens, which stay in L2
 
-// X is the type to which x has been converted, and W is the type of the weights.
-template <class X, class W>
+// E is the type of x, and W is the type of the weights.
+template <class E, class W>
 struct Linear {
+    using X = Operand<E>;
+
     const Forward& call;
     const X* x;  // [tokens, in_features padded to whole steps], 0 past in_features
     std::int64_t x_stride;
@@ -97,29 +99,7 @@ struct Linear {
     }
 };
 
-template <class E, class W>
-Status linear_of(const Forward& call, ParallelFor parallel_for) {
-    const std::int64_t padded = ceil_div(call.in_features, kLinearStep) * kLinearStep;
-    const Floats memory = allocate_floats(call.tokens * padded);
-    if (!memory) return Status::out_of_memory;
-    auto* x = reinterpret_cast<Operand<E>*>(memory.get());
-    for (std::int64_t token = 0; token < call.tokens; ++token) {
-        write_operands(static_cast<const E*>(call.x) + token * call.x_stride, call.in_features, padded,
-                       x + token * padded);
-    }
-    const Linear<Operand<E>, W> job{call, x, padded};
-    const std::int64_t chunks = ceil_div(call.out_features, kChunkRows);
-    const std::int64_t work = call.in_features * call.tokens * kChunkRows;
-    return over_ranges(parallel_for, chunks, ceil_div(kProductsPerTask, work + 1),
-                       [&](std::int64_t begin, std::int64_t end) { job.run(begin, end); });
-}
-
-// Runs a call without masks whose weight is dense. If kReadsBytes, the weight may also be int8_row or fp8_row.
 template <class E>
 Status linear(const Forward& call, ParallelFor parallel_for) {
-    if constexpr (kReadsBytes) {
-        if (call.weight_format == WeightFormat::int8_row) return linear_of<E, Int8>(call, parallel_for);
-        if (call.weight_format == WeightFormat::fp8_row) return linear_of<E, Fp8>(call, parallel_for);
-    }
-    return linear_of<E, E>(call, parallel_for);
+    return over_chunks<E, Linear>(call, parallel_for, kLinearStep);
 }

@@ -248,10 +248,6 @@ struct ManyTokens {
         return Count == 1 ? flips[0] : flips[0] | static_cast<std::uint32_t>(flips[1]) << 8;
     }
 
-    struct GateAndValue {
-        Vec gate, value;
-    };
-
     // Returns the gates and values of one vector of tokens. `at` is the vector's offset in the sums of a panel, and
     // `first` holds the token, row and mask of the first lane.
     GateAndValue gate_and_value(const Block& block, std::int64_t panel, std::int64_t at, const MaskedSum& first) const {

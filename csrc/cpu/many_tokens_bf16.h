@@ -178,10 +178,6 @@ struct TileProducts {
         }
     }
 
-    struct GateAndValue {
-        Vec gate, value;
-    };
-
     // Returns the gates and values of 16 tokens. `at` is the vector's offset in the sums of a panel, and `first` holds
     // the token, row and mask of the first lane.
     GateAndValue gate_and_value(const Block& block, std::int64_t group, std::int64_t panel, std::int64_t at,

@@ -97,18 +97,6 @@ Isa best_isa(DType x_dtype, std::int64_t tokens, std::int64_t n_masks, WeightFor
     return supports(Isa::avx2, dtype) ? Isa::avx2 : Isa::portable;
 }
 
-const char* isa_name(Isa isa) {
-    switch (isa) {
-        case Isa::best: return "best";
-        case Isa::portable: return "portable";
-        case Isa::avx2: return "avx2";
-        case Isa::avx512: return "avx512";
-        case Isa::avx512_bf16: return "avx512_bf16";
-        case Isa::amx: return "amx";
-    }
-    return "unknown";
-}
-
 const char* status_message(Status status) {
     switch (status) {
         case Status::ok: return "ok";
@@ -132,10 +120,10 @@ std::int32_t serial(std::int64_t begin, std::int64_t end, std::int64_t, Body bod
 MGLU_EXPORT_CALL(forward, Forward)
 MGLU_EXPORT_CALL(pack_masks, Pack)
 
-MGLU_EXPORT const char* mglu_cpu_isa(std::int64_t dtype, std::int64_t tokens, std::int64_t n_masks,
-                                     std::int64_t weight_format) {
-    return mglu::cpu::isa_name(mglu::cpu::best_isa(static_cast<mglu::cpu::DType>(dtype), tokens, n_masks,
-                                                   static_cast<mglu::WeightFormat>(weight_format)));
+MGLU_EXPORT std::int64_t mglu_cpu_isa(std::int64_t dtype, std::int64_t tokens, std::int64_t n_masks,
+                                      std::int64_t weight_format) {
+    return static_cast<std::int64_t>(mglu::cpu::best_isa(static_cast<mglu::cpu::DType>(dtype), tokens, n_masks,
+                                                         static_cast<mglu::WeightFormat>(weight_format)));
 }
 
 MGLU_EXPORT std::int32_t mglu_cpu_supports(std::int64_t isa, std::int64_t dtype) {

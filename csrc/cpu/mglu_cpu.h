@@ -145,9 +145,6 @@ bool supports(Isa isa, DType dtype);
 // and masks.
 Isa best_isa(DType dtype, std::int64_t tokens, std::int64_t n_masks, WeightFormat weight_format);
 
-// "portable", "avx2", "avx512", "avx512_bf16" or "amx"; "best" for Isa::best.
-const char* isa_name(Isa isa);
-
 // A message that says what a Status means, without a full stop.
 const char* status_message(Status status);
 

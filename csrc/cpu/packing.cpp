@@ -12,10 +12,6 @@ namespace {
 
 constexpr std::int64_t kBytesPerTask = 1 << 16;
 
-bool sizes_are_valid(std::int64_t n_masks, std::int64_t out_features, std::int64_t in_features) {
-    return n_masks >= 1 && n_masks <= kMaxMasks && out_features >= 0 && in_features >= 0;
-}
-
 // Sets bit k of the result if byte k is not zero. Adding 0x7f to a byte's low seven bits carries into its top bit if
 // any of them is set, and no further. The multiplication then gathers the eight top bits into one byte.
 std::uint8_t bits_of_bytes(std::uint64_t bytes) {
@@ -161,9 +157,9 @@ void unpack_rows(const Unpack& call, std::int64_t begin, std::int64_t end) {
 
 template <class Call, void (*Rows)(const Call&, std::int64_t, std::int64_t)>
 Status over_rows(const Call& call, ParallelFor parallel_for) {
-    if (!sizes_are_valid(call.n_masks, call.out_features, call.in_features) || !parallel_for) {
-        return Status::invalid_argument;
-    }
+    const bool is_valid =
+        call.n_masks >= 1 && call.n_masks <= kMaxMasks && call.out_features >= 0 && call.in_features >= 0;
+    if (!is_valid || !parallel_for) return Status::invalid_argument;
     if (call.out_features == 0 || call.in_features == 0) return Status::ok;
     return over_ranges(parallel_for, call.out_features, ceil_div(kBytesPerTask, call.n_masks * call.in_features),
                        [&](std::int64_t begin, std::int64_t end) { Rows(call, begin, end); });

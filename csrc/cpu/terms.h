@@ -61,6 +61,10 @@ struct CompensatedSum {
     MGLU_INLINE Vec total() const { return sum + errors; }
 };
 
+struct GateAndValue {
+    Vec gate, value;
+};
+
 // Writes result r of one vector of tokens to `to + r * stride`. `gate_and_value(i)` and `mask_weight(i)` return the
 // vectors of mask i. In float32 dy/dt is a compensated sum, because the gradients add it to dy/df_i, which may nearly
 // cancel it.

@@ -8,22 +8,16 @@ struct Vec {
     __m256 v;
 };
 
-MGLU_INLINE Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
-MGLU_INLINE void store(float* p, Vec a) { _mm256_storeu_ps(p, a.v); }
-MGLU_INLINE Vec broadcast(float x) { return {_mm256_set1_ps(x)}; }
-MGLU_INLINE Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
-MGLU_INLINE Vec operator-(Vec a, Vec b) { return {_mm256_sub_ps(a.v, b.v)}; }
-MGLU_INLINE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
-MGLU_INLINE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
-MGLU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
-// max and min return b if b is NaN, as max_ps and min_ps do.
-MGLU_INLINE Vec max(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
-MGLU_INLINE Vec min(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
+// One double for each lane of a Vec, for sums that need more precision than float32.
+struct Wide {
+    __m256d low, high;
+};
+
+#define MGLU_X86(name) _mm256_##name
+#include "vec_x86.h"
+#undef MGLU_X86
+
 MGLU_INLINE Vec abs(Vec a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
-MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
-    const __m256 bit = _mm256_set1_ps(-0.0f);
-    return {_mm256_or_ps(_mm256_andnot_ps(bit, magnitude.v), _mm256_and_ps(bit, sign.v))};
-}
 MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
     return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
 }
@@ -81,23 +75,7 @@ MGLU_INLINE Vec load_octet(const Fp8* p) {  // see to_float; the copy of the sig
     return {_mm256_cvtph_ps(_mm_or_si128(digits, carried))};
 }
 
-// One double for each lane of a Vec, for sums that need more precision than float32.
-struct Wide {
-    __m256d low, high;
-};
-
-MGLU_INLINE Wide load_wide(const double* p) { return {_mm256_loadu_pd(p), _mm256_loadu_pd(p + 4)}; }
-MGLU_INLINE void store(double* p, Wide a) {
-    _mm256_storeu_pd(p, a.low);
-    _mm256_storeu_pd(p + 4, a.high);
-}
-MGLU_INLINE Wide broadcast_wide(double x) { return {_mm256_set1_pd(x), _mm256_set1_pd(x)}; }
 MGLU_INLINE Wide widen(Vec a) {
     return {_mm256_cvtps_pd(_mm256_castps256_ps128(a.v)), _mm256_cvtps_pd(_mm256_extractf128_ps(a.v, 1))};
 }
 MGLU_INLINE Vec narrow(Wide a) { return {_mm256_set_m128(_mm256_cvtpd_ps(a.high), _mm256_cvtpd_ps(a.low))}; }
-MGLU_INLINE Wide operator+(Wide a, Wide b) { return {_mm256_add_pd(a.low, b.low), _mm256_add_pd(a.high, b.high)}; }
-MGLU_INLINE Wide operator-(Wide a, Wide b) { return {_mm256_sub_pd(a.low, b.low), _mm256_sub_pd(a.high, b.high)}; }
-MGLU_INLINE Wide fma(Wide a, Wide b, Wide c) {
-    return {_mm256_fmadd_pd(a.low, b.low, c.low), _mm256_fmadd_pd(a.high, b.high, c.high)};
-}

@@ -13,22 +13,16 @@ struct Vec {
     __m512 v;
 };
 
-MGLU_INLINE Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
-MGLU_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a.v); }
-MGLU_INLINE Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
-MGLU_INLINE Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
-MGLU_INLINE Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
-MGLU_INLINE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
-MGLU_INLINE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
-MGLU_INLINE Vec fma(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-// max and min return b if b is NaN, as max_ps and min_ps do.
-MGLU_INLINE Vec max(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
-MGLU_INLINE Vec min(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
+// One double for each lane of a Vec, for sums that need more precision than float32.
+struct Wide {
+    __m512d low, high;
+};
+
+#define MGLU_X86(name) _mm512_##name
+#include "vec_x86.h"
+#undef MGLU_X86
+
 MGLU_INLINE Vec abs(Vec a) { return {_mm512_abs_ps(a.v)}; }
-MGLU_INLINE Vec copy_sign(Vec magnitude, Vec sign) {
-    const __m512 bit = _mm512_set1_ps(-0.0f);
-    return {_mm512_or_ps(_mm512_andnot_ps(bit, magnitude.v), _mm512_and_ps(bit, sign.v))};
-}
 MGLU_INLINE Vec if_less(Vec a, Vec b, Vec yes, Vec no) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
 }
@@ -128,28 +122,12 @@ MGLU_INLINE Vec load_16(const W* p) {
     return floats_of(p, _mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
-// One double for each lane of a Vec, for sums that need more precision than float32.
-struct Wide {
-    __m512d low, high;
-};
-
-MGLU_INLINE Wide load_wide(const double* p) { return {_mm512_loadu_pd(p), _mm512_loadu_pd(p + 8)}; }
-MGLU_INLINE void store(double* p, Wide a) {
-    _mm512_storeu_pd(p, a.low);
-    _mm512_storeu_pd(p + 8, a.high);
-}
-MGLU_INLINE Wide broadcast_wide(double x) { return {_mm512_set1_pd(x), _mm512_set1_pd(x)}; }
 MGLU_INLINE Wide widen(Vec a) {
     return {_mm512_cvtps_pd(_mm512_castps512_ps256(a.v)), _mm512_cvtps_pd(_mm512_extractf32x8_ps(a.v, 1))};
 }
 MGLU_INLINE Vec narrow(Wide a) {
     const __m512 low = _mm512_broadcast_f32x8(_mm512_cvtpd_ps(a.low));
     return {_mm512_insertf32x8(low, _mm512_cvtpd_ps(a.high), 1)};
-}
-MGLU_INLINE Wide operator+(Wide a, Wide b) { return {_mm512_add_pd(a.low, b.low), _mm512_add_pd(a.high, b.high)}; }
-MGLU_INLINE Wide operator-(Wide a, Wide b) { return {_mm512_sub_pd(a.low, b.low), _mm512_sub_pd(a.high, b.high)}; }
-MGLU_INLINE Wide fma(Wide a, Wide b, Wide c) {
-    return {_mm512_fmadd_pd(a.low, b.low, c.low), _mm512_fmadd_pd(a.high, b.high, c.high)};
 }
 
 // --- Masks --------------------------------------------------------------------------------------------------------

@@ -41,8 +41,7 @@ void check_weight_of_experts(const Tensor& weight) {
 
 void check_offs(const Tensor& offs, std::int64_t experts, const Tensor& x) {
     if (offs.dtype != Scalar::int32)
-        refuse(std::string("offs: got dtype ") + name(offs.dtype) +
-               ", must be int32, as for torch.nn.functional.grouped_mm");
+        refuse_dtype("offs", offs.dtype, "must be int32, as for torch.nn.functional.grouped_mm");
     if (offs.dims != 1 || offs.sizes[0] != experts)
         refuse("offs: got shape " + offs.shape() + ", must be [" + std::to_string(experts) +
                "], the end of each expert's rows");
@@ -51,7 +50,7 @@ void check_offs(const Tensor& offs, std::int64_t experts, const Tensor& x) {
 
 void check_ids(const Tensor& ids, const char* argument, const Tensor& x) {
     if (ids.dtype != Scalar::int32 && ids.dtype != Scalar::int64)
-        refuse(std::string("expert_ids: got dtype ") + name(ids.dtype) + ", must be int32 or int64");
+        refuse_dtype("expert_ids", ids.dtype, "must be int32 or int64");
     const std::string tokens = std::to_string(x.sizes[0]);
     if (ids.dims != 2 || ids.sizes[0] != x.sizes[0] || ids.sizes[1] == 0)
         refuse("expert_ids: got shape " + ids.shape() + ", must be [T, K] = [" + tokens + ", K] with K of at least 1");
@@ -255,8 +254,7 @@ DownCall describe_down(const Tensor& y, const Tensor& weight, const Tensor& expe
     if (weight_scale) check_experts_of("weight_scale", *weight_scale, weight);
     check_ids(expert_ids, "y", y);
     if (!is_floating(expert_weights.dtype))
-        refuse(std::string("expert_weights: got dtype ") + name(expert_weights.dtype) +
-               ", must be float16, bfloat16, float32 or float64");
+        refuse_dtype("expert_weights", expert_weights.dtype, "must be float16, bfloat16, float32 or float64");
     const auto begins_with_ids = [&](const Tensor& tensor) {
         return std::equal(tensor.sizes, tensor.sizes + 2, expert_ids.sizes);
     };
@@ -276,14 +274,10 @@ DownCall describe_down(const Tensor& y, const Tensor& weight, const Tensor& expe
 void experts_down(const DownCall& call, const Tensor& out, const Executor& executor, const Product& product) {
     if (out.elements() == 0) return;
     if (call.y.device == Device::cuda) return cuda::experts_down(call, out.data, executor);
-    switch (call.y.dtype) {
-        case Scalar::float32: return down<float>(call, out, executor, product);
-        case Scalar::bfloat16: return down<BFloat16>(call, out, executor, product);
-        case Scalar::float16: return down<Float16>(call, out, executor, product);
-        default:
-            refuse(std::string("y: got dtype ") + name(call.y.dtype) +
-                   ", which this library has no CPU kernel for; it has float16, bfloat16 and float32 (mglu_ops in "
-                   "Python takes float64)");
+    switch (cpu_dtype("y", call.y.dtype)) {
+        case cpu::DType::float32: return down<float>(call, out, executor, product);
+        case cpu::DType::bfloat16: return down<BFloat16>(call, out, executor, product);
+        case cpu::DType::float16: return down<Float16>(call, out, executor, product);
     }
 }
 

@@ -56,23 +56,21 @@ void round_token(const Element* x, Element* out, std::int64_t count) {
 template <typename Element>
 std::unique_ptr<char[]> round_x(cpu::Forward& call, cpu::ParallelFor parallel_for) {
     std::unique_ptr<char[]> memory(new char[call.tokens * call.in_features * sizeof(Element)]);
-    struct Rounding {
-        const cpu::Forward& call;
-        Element* out;
-    } rounding{call, reinterpret_cast<Element*>(memory.get())};
-    const auto round_tokens = [](std::int64_t begin, std::int64_t end, void* context) {
-        const auto& [given, out] = *static_cast<const Rounding*>(context);
+    auto* const out = reinterpret_cast<Element*>(memory.get());
+    const auto round_tokens = [&](std::int64_t begin, std::int64_t end) {
         for (std::int64_t token = begin; token < end; ++token)
-            round_token(static_cast<const Element*>(given.x) + token * given.x_stride, out + token * given.in_features,
-                        given.in_features);
+            round_token(static_cast<const Element*>(call.x) + token * call.x_stride, out + token * call.in_features,
+                        call.in_features);
     };
     const std::int64_t grain = 1 + (1 << 14) / (1 + call.in_features);
-    if (parallel_for(0, call.tokens, grain, round_tokens, &rounding) != 0)
+    if (cpu::over_ranges(parallel_for, call.tokens, grain, round_tokens) != cpu::Status::ok)
         throw std::runtime_error("mglu: the threads failed");
     call.x = memory.get();
     call.x_stride = call.in_features;
     return memory;
 }
+
+}  // namespace
 
 cpu::DType cpu_dtype(const char* argument, Scalar dtype) {
     switch (dtype) {
@@ -80,13 +78,11 @@ cpu::DType cpu_dtype(const char* argument, Scalar dtype) {
         case Scalar::bfloat16: return cpu::DType::bfloat16;
         case Scalar::float16: return cpu::DType::float16;
         default:
-            refuse(std::string(argument) + ": got dtype " + name(dtype) +
-                   ", which this library has no CPU kernel for; it "
-                   "has float16, bfloat16 and float32 (mglu_ops in Python takes float64)");
+            refuse_dtype(argument, dtype,
+                         "which this library has no CPU kernel for; it has float16, bfloat16 and float32 (mglu_ops in "
+                         "Python takes float64)");
     }
 }
-
-}  // namespace
 
 void forward_on_cpu(const LayerCall& call, const cpu::Experts* experts, const Tensor& out, const Executor& executor) {
     cpu::Forward p{};

@@ -7,6 +7,9 @@
 
 namespace mglu {
 
+// Returns the CPU kernels' name for the dtype of an argument. Throws std::invalid_argument if they do not take it.
+cpu::DType cpu_dtype(const char* argument, Scalar dtype);
+
 // `out` is contiguous, on x's device, in x's dtype, and has `call.result_sizes()`. No tensor may be in
 // `needed_copies(call)`. Throws std::invalid_argument if the device has no kernel for the dtype, and std::runtime_error
 // if a kernel fails.

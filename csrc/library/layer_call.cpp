@@ -20,13 +20,15 @@ constexpr Activation kActivations[] = {
 #include "../cpu/activation.h"
 };
 
-int code_of_activation(std::string_view activation) {
+// Returns the entry of a list with this name, or refuses the argument.
+template <typename List>
+const auto& entry_of(const List& list, const char* argument, std::string_view wanted) {
     std::string names;
-    for (const Activation& known : kActivations) {
-        if (known.name == activation) return known.code;
+    for (const auto& known : list) {
+        if (known.name == wanted) return known;
         names += (names.empty() ? "" : ", ") + std::string(known.name);
     }
-    refuse("activation: got '" + std::string(activation) + "', must be one of " + names);
+    refuse(std::string(argument) + ": got '" + std::string(wanted) + "', must be one of " + names);
 }
 
 std::string for_format(const Format& format) { return " for weight_format='" + std::string(format.name) + "'"; }
@@ -68,21 +70,15 @@ bool has_vector_rows(const LayerCall& call) {
 
 }  // namespace
 
-const Format& find_format(std::string_view weight_format) {
-    std::string names;
-    for (const Format& known : kFormats) {
-        if (known.name == weight_format) return known;
-        names += (names.empty() ? "" : ", ") + std::string(known.name);
-    }
-    refuse("weight_format: got '" + std::string(weight_format) + "', must be one of " + names);
-}
+const Format& find_format(std::string_view weight_format) { return entry_of(kFormats, "weight_format", weight_format); }
 
 void check_x_and_weight(const char* argument, const Tensor& x, const Tensor& weight, const Format& format) {
     const std::string name_of_x = argument;
-    if (!is_floating(x.dtype)) refuse(name_of_x + ": got dtype " + name(x.dtype) + ", must be floating");
-    if (weight.dtype != format.dtype.value_or(x.dtype))
-        refuse(std::string("weight: got dtype ") + name(weight.dtype) + ", must be " +
-               (format.dtype ? name(*format.dtype) : name_of_x + "'s dtype " + name(x.dtype)) + for_format(format));
+    if (!is_floating(x.dtype)) refuse_dtype(argument, x.dtype, "must be floating");
+    if (weight.dtype != format.dtype.value_or(x.dtype)) {
+        const std::string dtype = format.dtype ? name(*format.dtype) : name_of_x + "'s dtype " + name(x.dtype);
+        refuse_dtype("weight", weight.dtype, "must be " + dtype + for_format(format));
+    }
     if (x.dims < 1) refuse(name_of_x + ": got 0 dimensions, must be 1 or more");
     if (weight.dims != 2)
         refuse("weight: got shape " + weight.shape() + ", must be [out_features, in_features" +
@@ -140,7 +136,7 @@ LayerCall describe(const Given<Tensor>& given) {
     LayerCall call{given};
     call.format = format.code;
     call.rounds_x = rounds_x;
-    call.activation_code = code_of_activation(given.activation);
+    call.activation_code = entry_of(kActivations, "activation", given.activation).code;
     call.tokens = count_rows(x);
     call.out_features = weight.sizes[0];
     call.in_features = x.last_size();
@@ -152,8 +148,7 @@ LayerCall describe(const Given<Tensor>& given) {
 
 void check_mask_weights(LayerCall& call, const std::vector<std::int64_t>& result_sizes) {
     const Tensor& mask_weights = *call.mask_weights;
-    if (!is_floating(mask_weights.dtype))
-        refuse(std::string("mask_weights: got dtype ") + name(mask_weights.dtype) + ", must be floating");
+    if (!is_floating(mask_weights.dtype)) refuse_dtype("mask_weights", mask_weights.dtype, "must be floating");
     const bool same_tokens = mask_weights.dims == static_cast<std::int64_t>(result_sizes.size()) &&
                              std::equal(result_sizes.begin(), result_sizes.end() - 1, mask_weights.sizes);
     if (!same_tokens || mask_weights.last_size() != call.n_masks)

@@ -19,41 +19,34 @@ void raise_unless_ok(cpu::Status status) {
     if (status != cpu::Status::ok) throw std::runtime_error(std::string("mglu: ") + cpu::status_message(status));
 }
 
-// Copies masks to contiguous bytes of 0 and 1. Returns false if a value is neither 0 nor 1. For 16-bit floats, Element
-// is an integer type, `one` has the bits of 1.0, and `negative_zero` has the bits of -0.0.
+// Copies masks, whose sizes and strides in elements are in `call`, to contiguous bytes of 0 and 1. Refuses other values.
+// For 16-bit floats, Element is an integer type, `one` has the bits of 1.0, and `negative_zero` has the bits of -0.0.
 template <typename Element>
-bool to_bytes(const Tensor& masks, std::uint8_t* bytes, Element one, Element negative_zero = 0) {
-    const auto* data = static_cast<const Element*>(masks.data);
-    const bool three = masks.dims == 3;
-    const std::int64_t* sizes = masks.sizes + (three ? 1 : 0);
-    const std::int64_t* strides = masks.strides + (three ? 1 : 0);
-    for (std::int64_t i = 0; i < (three ? masks.sizes[0] : 1); ++i)
-        for (std::int64_t r = 0; r < sizes[0]; ++r)
-            for (std::int64_t k = 0; k < sizes[1]; ++k) {
-                const Element value = data[(three ? i * masks.strides[0] : 0) + r * strides[0] + k * strides[1]];
-                if (value != one && value != Element{0} && value != negative_zero) return false;
+void to_bytes(const cpu::Pack& call, const void* data, std::uint8_t* bytes, Element one, Element negative_zero = 0) {
+    for (std::int64_t i = 0; i < call.n_masks; ++i)
+        for (std::int64_t r = 0; r < call.out_features; ++r)
+            for (std::int64_t k = 0; k < call.in_features; ++k) {
+                const std::int64_t at = i * call.mask_stride + r * call.row_stride + k * call.column_stride;
+                const Element value = static_cast<const Element*>(data)[at];
+                if (value != one && value != Element{0} && value != negative_zero)
+                    refuse("masks: a value is neither 0 nor 1; for real-valued logits, pack `logits > 0`");
                 *bytes++ = value == one;
             }
-    return true;
 }
 
-std::vector<std::uint8_t> to_bytes(const Tensor& masks) {
-    std::vector<std::uint8_t> bytes(static_cast<std::size_t>(masks.elements()));
-    bool binary = false;
+void to_bytes(const cpu::Pack& call, const Tensor& masks, std::uint8_t* bytes) {
     switch (masks.dtype) {
-        case Scalar::uint8: binary = to_bytes<std::uint8_t>(masks, bytes.data(), 1); break;
-        case Scalar::int8: binary = to_bytes<std::int8_t>(masks, bytes.data(), 1); break;
-        case Scalar::int16: binary = to_bytes<std::int16_t>(masks, bytes.data(), 1); break;
-        case Scalar::int32: binary = to_bytes<std::int32_t>(masks, bytes.data(), 1); break;
-        case Scalar::int64: binary = to_bytes<std::int64_t>(masks, bytes.data(), 1); break;
-        case Scalar::float16: binary = to_bytes<std::uint16_t>(masks, bytes.data(), 0x3C00, 0x8000); break;
-        case Scalar::bfloat16: binary = to_bytes<std::uint16_t>(masks, bytes.data(), 0x3F80, 0x8000); break;
-        case Scalar::float32: binary = to_bytes<float>(masks, bytes.data(), 1); break;
-        case Scalar::float64: binary = to_bytes<double>(masks, bytes.data(), 1); break;
+        case Scalar::uint8: return to_bytes<std::uint8_t>(call, masks.data, bytes, 1);
+        case Scalar::int8: return to_bytes<std::int8_t>(call, masks.data, bytes, 1);
+        case Scalar::int16: return to_bytes<std::int16_t>(call, masks.data, bytes, 1);
+        case Scalar::int32: return to_bytes<std::int32_t>(call, masks.data, bytes, 1);
+        case Scalar::int64: return to_bytes<std::int64_t>(call, masks.data, bytes, 1);
+        case Scalar::float16: return to_bytes<std::uint16_t>(call, masks.data, bytes, 0x3C00, 0x8000);
+        case Scalar::bfloat16: return to_bytes<std::uint16_t>(call, masks.data, bytes, 0x3F80, 0x8000);
+        case Scalar::float32: return to_bytes<float>(call, masks.data, bytes, 1);
+        case Scalar::float64: return to_bytes<double>(call, masks.data, bytes, 1);
         default: refuse("masks: must be bool, or integer or real with values 0 and 1");
     }
-    if (!binary) refuse("masks: a value is neither 0 nor 1; for real-valued logits, pack `logits > 0`");
-    return bytes;
 }
 
 }  // namespace
@@ -82,14 +75,14 @@ void pack_masks(const Tensor& masks, const Tensor& out, const Executor& executor
     call.n_masks = three ? masks.sizes[0] : 1;
     call.out_features = out.sizes[0];
     call.in_features = masks.last_size();
+    call.masks = static_cast<const std::uint8_t*>(masks.data);
+    call.mask_stride = three ? masks.strides[0] : 0;
+    call.row_stride = masks.strides[masks.dims - 2];
+    call.column_stride = masks.last_stride();
     std::vector<std::uint8_t> bytes;
-    if (masks.dtype == Scalar::boolean) {
-        call.masks = static_cast<const std::uint8_t*>(masks.data);
-        call.mask_stride = three ? masks.strides[0] : 0;
-        call.row_stride = masks.strides[masks.dims - 2];
-        call.column_stride = masks.last_stride();
-    } else {
-        bytes = to_bytes(masks);
+    if (masks.dtype != Scalar::boolean) {
+        bytes.resize(static_cast<std::size_t>(masks.elements()));
+        to_bytes(call, masks, bytes.data());
         call.masks = bytes.data();
         call.mask_stride = call.out_features * call.in_features;
         call.row_stride = call.in_features;
@@ -100,8 +93,7 @@ void pack_masks(const Tensor& masks, const Tensor& out, const Executor& executor
 
 void check_packed(const Tensor& packed_masks, std::int64_t in_features) {
     if (packed_masks.dtype != Scalar::uint8)
-        refuse(std::string("packed_masks: got dtype ") + name(packed_masks.dtype) +
-               ", must be uint8; pack masks with mglu::pack_masks");
+        refuse_dtype("packed_masks", packed_masks.dtype, "must be uint8; pack masks with mglu::pack_masks");
     if (in_features < 0) refuse("in_features: got " + text(in_features) + ", must be at least 0");
     if (packed_masks.dims != 3 || packed_masks.sizes[1] != packed_width(in_features))
         refuse("packed_masks: got shape " + packed_masks.shape() + ", must be [out_features, " +

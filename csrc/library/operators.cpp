@@ -2,6 +2,7 @@
 //
 // One binary serves torch 2.11 and later, because it uses only torch's C interface and the header-only part of torch's
 // stable ABI.
+#include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
@@ -14,7 +15,6 @@
 #include <utility>
 
 #include "formats.h"
-#include "python_process.h"
 #include "torch_call.h"
 
 namespace mglu {
@@ -62,14 +62,10 @@ class Arguments {
     std::deque<std::string> texts_;
 };
 
-void boxed_pack_masks(StableIValue* stack, std::uint64_t, std::uint64_t) {
-    Arguments arguments(stack);
-    stack[0] = give(pack_masks(arguments.tensor()));
-}
-
-void boxed_pack_logits(StableIValue* stack, std::uint64_t, std::uint64_t) {
-    Arguments arguments(stack);
-    stack[0] = give(pack_logits(arguments.tensor()));
+// mglu::pack_masks or mglu::pack_logits.
+template <Handle pack(AtenTensorHandle)>
+void boxed_pack(StableIValue* stack, std::uint64_t, std::uint64_t) {
+    stack[0] = give(pack(Arguments(stack).tensor()));
 }
 
 void boxed_unpack_masks(StableIValue* stack, std::uint64_t, std::uint64_t) {
@@ -121,8 +117,8 @@ struct Kernel {
 
 // The operators of this library. Python's mglu_ops defines all other operators of kSchemas.
 constexpr Kernel kKernels[] = {
-    {"pack_masks", boxed_pack_masks},
-    {"pack_logits", boxed_pack_logits},
+    {"pack_masks", boxed_pack<pack_masks>},
+    {"pack_logits", boxed_pack<pack_logits>},
     {"unpack_masks", boxed_unpack_masks},
     {"forward", boxed_forward<Rows::of_one_layer>},
     {"forward_ste", boxed_forward_ste},
@@ -135,6 +131,23 @@ const char* schema_of(std::string_view name) {
     for (const std::string_view schema : kSchemas)
         if (schema.substr(0, schema.find('(')) == name) return schema.data();
     throw std::logic_error("mglu: an operator has no schema");
+}
+
+// True if Python's mglu_ops has registered the operators in this process. torch's stable ABI cannot tell if a schema
+// exists, and defining a schema twice is an error, which torch 2.11 also logs. Therefore the function asks the process's
+// Python interpreter, if there is one, through Python's stable ABI.
+bool python_has_operators() {
+    const auto find = [](const char* name) { return dlsym(RTLD_DEFAULT, name); };
+    const auto is_initialized = reinterpret_cast<int (*)()>(find("Py_IsInitialized"));
+    const auto ensure = reinterpret_cast<int (*)()>(find("PyGILState_Ensure"));
+    const auto release = reinterpret_cast<void (*)(int)>(find("PyGILState_Release"));
+    const auto modules = reinterpret_cast<void* (*)()>(find("PyImport_GetModuleDict"));
+    const auto get = reinterpret_cast<void* (*)(void*, const char*)>(find("PyDict_GetItemString"));
+    if (!is_initialized || !ensure || !release || !modules || !get || !is_initialized()) return false;
+    const int state = ensure();  // Python may have released the GIL while it loads a library
+    const bool found = get(modules(), "mglu_ops.ops") != nullptr;
+    release(state);
+    return found;
 }
 
 class Registration {

@@ -70,4 +70,8 @@ std::string Tensor::device_name() const {
 
 void refuse(const std::string& message) { throw std::invalid_argument(message); }
 
+void refuse_dtype(const char* argument, Scalar dtype, const std::string& must_be) {
+    refuse(std::string(argument) + ": got dtype " + name(dtype) + ", " + must_be);
+}
+
 }  // namespace mglu

@@ -50,5 +50,6 @@ struct Tensor {
 // Throws std::invalid_argument. Messages have the form of mglu_ops/checks.py: the argument, its value, and what the
 // value must be.
 [[noreturn]] void refuse(const std::string& message);
+[[noreturn]] void refuse_dtype(const char* argument, Scalar dtype, const std::string& must_be);
 
 }  // namespace mglu

@@ -104,7 +104,7 @@ Handle pack_logits(AtenTensorHandle handle) {
         case Scalar::bfloat16: positive<std::uint16_t>(logits, bytes, 0x7F80); break;
         case Scalar::float32: positive<std::uint32_t>(logits, bytes, 0x7F800000); break;
         case Scalar::float64: positive<std::uint64_t>(logits, bytes, 0x7FF0000000000000); break;
-        default: refuse(std::string("mask_logits: got dtype ") + name(logits.dtype) + ", must be floating");
+        default: refuse_dtype("mask_logits", logits.dtype, "must be floating");
     }
     return pack_masks(bits.get());
 }

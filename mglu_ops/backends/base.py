@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor
 
 from ..call import Call
@@ -96,11 +95,7 @@ class Backend(ABC):
     def prepare(self, task: Task, call: Call, launch: Any = None) -> Prepared:
         """Choose, compile and load the kernels of a task that the backend can run, and return the prepared call.
 
-        Args:
-            task: the task.
-            call: the call.
-            launch: a launch to use instead of the one that the backend chooses, for tests and tuning. Each backend has
-                its own type of launch.
+        `launch` replaces the launch that the backend chooses, for tests and tuning. Each backend has a type of its own.
         """
 
     def build(self, task: Task, call: Call) -> None:  # noqa: B027 (backends that compile nothing do nothing)
@@ -119,6 +114,9 @@ class Backend(ABC):
         raise NotImplementedError(f"the backend {self.name} does not pack masks")
 
 
-def no_kernel(what: str, dtype: torch.dtype | None) -> Reason:
-    """Return the reason of a backend without kernels for a dtype. This is no loss: torch's GEMMs are as fast."""
-    return Reason(f"no kernel for {what} {dtype}", is_loss=False)
+def no_kernel(call: Call) -> Reason:
+    """Return the reason of a backend without kernels for x's dtype. This is no loss: torch's GEMMs are as fast."""
+    return Reason(f"no kernel for x {call.dtype}", is_loss=False)
+
+
+NO_DOWN_GRADIENTS = Reason("no kernel for the gradients of down projections", is_loss=False)

@@ -75,10 +75,7 @@ def _down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool])
     """Run `experts_down_backward`."""
     y, weight, ids, expert_weights, *_ = given
     (_, top_k, d), dtype = y.shape, operand_dtype(y)
-    grad_y, grad_weight, grad_expert_weights = (
-        one.new_zeros(one.shape if needed else 0)
-        for one, needed in zip((y, weight, expert_weights), needs, strict=True)
-    )
+    grad_y, grad_weight, grad_expert_weights = (grad.zero_() for grad in given.empty_gradients(needs))
     rows_of_y, factors = y.flatten(0, 1), expert_weights.view(-1, 1).to(sum_dtype(y.dtype))
 
     def product(a: Tensor, b: Tensor) -> Tensor:

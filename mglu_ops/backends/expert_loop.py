@@ -70,9 +70,8 @@ def down(product: Callable[[int, Tensor], Tensor], given: DownGiven) -> Tensor:
 
 
 def _forward_train(layers: Callable[[int], Prepared], call: Call, given: Given) -> tuple[Tensor, Tensor]:
-    entries = (1 if call.mask_weights_dtype is None else 2) * call.n_masks + 1
     out = given.x.new_zeros(call.result_shape)
-    partials = given.x.new_zeros(call.tokens, entries, call.out_features)
+    partials = given.x.new_zeros(call.tokens, call.n_partials, call.out_features)
     for expert, rows in _rows_of_experts(given, call):
         one = _layer(given, expert, rows, 1)
         out[rows], partials[rows] = layers(len(one.x))(one)

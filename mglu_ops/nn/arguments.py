@@ -162,15 +162,10 @@ def check_weight_and_masks(weight: Tensor, masks: Tensor, leading: Sequence[str]
     """
     before = "".join(f"{name}, " for name in leading)
     rank = len(leading) + 2
+    ranks_of_masks = (rank + 1,) if leading else (rank, rank + 1)
     for name, tensor, ranks, also, form in (
         ("weight", weight, (rank,), (), f"[{before}out_features, in_features]"),
-        (
-            "masks",
-            masks,
-            (rank + 1,) if leading else (rank, rank + 1),
-            (torch.bool,),
-            f"[{before}n_masks, out_features, in_features]",
-        ),
+        ("masks", masks, ranks_of_masks, (torch.bool,), f"[{before}n_masks, out_features, in_features]"),
     ):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, must be a tensor")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..activations import get_activation
 from ..formats import FORMATS, round_activation
+from ..given import Given
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
@@ -53,16 +54,9 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
     return program.run_decompositions({**default_decompositions(), torch.ops.mglu.forward.default: _forward})
 
 
-def _forward(
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    activation: str = "silu",
-    mask_weights: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    weight_format: str = "dense",
-    activation_format: str = "dense",
-) -> Tensor:
+def _forward(*args: Any, **kwargs: Any) -> Tensor:
+    given = Given(*args, **kwargs)
+    x, weight, packed_masks, activation, mask_weights, weight_scale, weight_format, activation_format, *_ = given
     if activation_format != "dense":
         x = round_activation(x)
     weight = FORMATS[weight_format].dequantize(weight, weight_scale, x.dtype)

@@ -220,13 +220,9 @@ class MaskedLinear(StoredLinear):
 
 
 def check_masks_of(module: MaskedLinear, packed_masks: object, rows: Sequence[int], name: str) -> None:
-    """Check that a value can be the packed masks of a module.
+    """Check that a value can be the packed masks of a module. Errors call it `name`.
 
-    Args:
-        module: the module.
-        packed_masks: the value.
-        rows: `[out_features]`, or `[num_experts, out_features]`, of the part that this rank holds.
-        name: the name of the value in messages.
+    `rows` is `[out_features]`, or `[num_experts, out_features]`, of the part that this rank holds.
 
     Raises:
         TypeError: the value is not a uint8 tensor.

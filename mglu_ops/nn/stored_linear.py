@@ -35,8 +35,7 @@ class _Shard(Tensor):
 
     With mixed precision, FSDP2 casts floating-point shards, even shards in float8_e4m3fn, unless their class has the
     extension methods `fsdp_pre_all_gather` and `fsdp_post_all_gather`. FSDP2 moves, pads and slices a shard with the
-    other methods of this class, which must return a `_Shard`. All operations that the class does not define return
-    ordinary tensors.
+    methods that are set below, which must return a `_Shard`. All other operations return ordinary tensors.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # as in torch's subclasses
@@ -58,20 +57,13 @@ class _Shard(Tensor):
         """Return the gathered tensor, whose memory FSDP2 owns. If `out` is given, FSDP2 has filled it already."""
         return (gathered[0], ()) if out is None else None
 
-    def new_zeros(self, *args: Any, **kwargs: Any) -> Tensor:
-        return super().new_zeros(*args, **kwargs).as_subclass(_Shard)
 
-    def narrow(self, *args: Any, **kwargs: Any) -> Tensor:
-        return super().narrow(*args, **kwargs).as_subclass(_Shard)
+def _returning_shard(name: str) -> Callable[..., Tensor]:
+    return lambda self, *args, **kwargs: getattr(Tensor, name)(self, *args, **kwargs).as_subclass(_Shard)
 
-    def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        return super().to(*args, **kwargs).as_subclass(_Shard)
 
-    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
-        return super().cpu(*args, **kwargs).as_subclass(_Shard)
-
-    def pin_memory(self, *args: Any, **kwargs: Any) -> Tensor:
-        return super().pin_memory(*args, **kwargs).as_subclass(_Shard)
+for _name in ("new_zeros", "narrow", "to", "cpu", "pin_memory"):
+    setattr(_Shard, _name, _returning_shard(_name))
 
 
 class StoredLinear(nn.Module):

@@ -15,21 +15,13 @@ from torch import Tensor
 from ..activations import get_activation
 from ..backends.formula import matmul, operand_dtype
 from ..formats import FORMATS, round_activation
-from ..given import as_rows
+from ..given import Given, as_rows
 from ..masks import n_masks_of
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    activation: str = "silu",
-    mask_weights: Tensor | None = None,
-    weight_scale: Tensor | None = None,
-    weight_format: str = "dense",
-    activation_format: str = "dense",
-) -> Tensor:
-    """Compute `mglu::forward`, with its arguments and its result `[..., out_features]` in x's dtype."""
+def forward(given: Given) -> Tensor:
+    """Compute `mglu::forward`. The result is `[..., out_features]` in x's dtype."""
+    x, weight, packed_masks, activation, mask_weights, weight_scale, weight_format, activation_format, *_ = given
     if activation_format != "dense":
         x = round_activation(x)
     if weight_scale is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -83,11 +84,8 @@ def _layers(package: str | Path) -> list[LayerInfo]:
 
 def _rows(layer: LayerInfo, gpu: Gpu, table: _Table) -> Iterator[str]:
     """Yield the row of the table for each plan of a layer."""
-
-    def call_of(rows: int) -> Call:
-        """Describe the call with contiguous tensors, which its plans need. C++ copies an x with other strides."""
-        return layer.call(torch.device("cuda"), rows)
-
+    # The plans need contiguous tensors. C++ copies an x with other strides.
+    call_of = partial(layer.call, torch.device("cuda"))
     try:
         for found in layer_plans(call_of, gpu):
             yield _row(

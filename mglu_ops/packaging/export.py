@@ -443,7 +443,7 @@ def _composite_rule(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwarg
     from . import composite
 
     with mode:
-        return composite.forward(*args, **(kwargs or {}))
+        return composite.forward(Given(*args, **(kwargs or {})))
 
 
 _RULES = {"triton": _triton_rule, "composite": _composite_rule}

@@ -142,15 +142,10 @@ def divide(
     mesh: DeviceMesh,
     src_data_rank: int | None,
 ) -> None:
-    """Divide the tensors of a layer over the ranks, and set `first_expert` of its modules.
+    """Divide the tensors of a layer over the ranks of a one-dimensional mesh, and set `first_expert` of its modules.
 
-    Args:
-        block: the module that calls `experts` and `down_proj`.
-        experts: the MGLU layers of the experts.
-        down_proj: the down projections of the experts.
-        way: a key of DIVISIONS.
-        mesh: a one-dimensional mesh of the ranks.
-        src_data_rank: the rank whose values all ranks get; None if each rank has them already.
+    `block` is the module that calls `experts` and `down_proj`, and `way` is a key of DIVISIONS. All ranks get the
+    values of rank `src_data_rank`; if it is None, each rank has them already.
     """
     placements, down_placement = DIVISIONS[way]
     ranks, first_expert = mesh.size(), 0

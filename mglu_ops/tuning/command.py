@@ -6,6 +6,7 @@ import argparse
 import itertools
 import os
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,7 @@ DESCRIPTION = (
 def add_parser(subparsers: Any) -> None:
     """Add `tune` to the commands."""
     parser = subparsers.add_parser("tune", help="measure launches of the CUDA kernels", description=DESCRIPTION)
-    parser.add_argument(
-        "--shapes", type=shape, nargs="+", metavar="OUTxIN", help="the weights, as 14336x4096; required without --fit"
-    )
-    parser.add_argument("--n-masks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default: 1 2 4 8")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1], metavar="N", help="rows of x (default: 1)")
-    parser.add_argument("--dtype", choices=["float16", "bfloat16"], default="bfloat16")
+    add_layer_options(parser, "the weights, as 14336x4096; required without --fit", ("float16", "bfloat16"))
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the table, JSON")
     parser.add_argument(
         "--rounds", type=int, default=25, metavar="N", help="timed replays of the finalists (default: 25)"
@@ -49,6 +45,21 @@ def add_parser(subparsers: Any) -> None:
         "--timings", type=Path, metavar="CSV", help="with --fit: read the timings from this file, or write them to it"
     )
     parser.set_defaults(run=run)
+
+
+def add_layer_options(parser: argparse.ArgumentParser, help_of_shapes: str, dtypes: Sequence[str]) -> None:
+    """Add the options that name layers and calls, for `check_layer_options`."""
+    parser.add_argument("--shapes", type=shape, nargs="+", default=[], metavar="OUTxIN", help=help_of_shapes)
+    parser.add_argument("--n-masks", type=int, nargs="+", default=[1, 2, 4, 8], metavar="N", help="default: 1 2 4 8")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1], metavar="N", help="rows of x (default: 1)")
+    parser.add_argument("--dtype", choices=dtypes, default="bfloat16")
+
+
+def check_layer_options(options: argparse.Namespace) -> None:
+    if not all(1 <= n_masks <= 16 for n_masks in options.n_masks):
+        raise UserError(f"--n-masks: got {options.n_masks}, must be 1 to 16")
+    if min(options.tokens) < 1:
+        raise UserError(f"--tokens: got {options.tokens}, must be at least 1")
 
 
 def shape(text: str) -> tuple[int, int]:
@@ -77,10 +88,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("needs a CUDA GPU, and torch sees none")
     if not options.shapes:
         raise UserError("--shapes is needed without --fit")
-    if not all(1 <= n_masks <= 16 for n_masks in options.n_masks):
-        raise UserError(f"--n-masks: got {' '.join(map(str, options.n_masks))}, must be 1 to 16")
-    if min(options.tokens) < 1:
-        raise UserError(f"--tokens: got {' '.join(map(str, options.tokens))}, must be at least 1")
+    check_layer_options(options)
     gpu, facts, entries = gpu_of(torch.cuda.current_device()), environment(), []
     device, dtype = torch.device("cuda", torch.cuda.current_device()), getattr(torch, options.dtype)
     for shape, tokens, n_masks in itertools.product(options.shapes, options.tokens, options.n_masks):
@@ -147,7 +155,7 @@ def environment() -> dict[str, object]:
         "compute_capability": [gpu.major, gpu.minor],
         "multiprocessors": gpu.multi_processor_count,
         "mglu_ops": __version__,
-        "commit": _commit(),
+        "commit": commit(),
         "device_code": source_hash(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
@@ -156,7 +164,7 @@ def environment() -> dict[str, object]:
     }
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit of the checkout that contains this file, or MGLU_COMMIT for a copy without history."""
     named = os.environ.get("MGLU_COMMIT")
     if named:

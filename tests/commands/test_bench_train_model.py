@@ -53,8 +53,8 @@ def test_the_fused_model_is_another_form_of_the_naive_one() -> None:
     gradients = [
         torch.autograd.grad(loss, list(model.parameters())) for loss, model in zip(losses, (fused, naive), strict=True)
     ]
-    assert train_model.distance(*gradients) < 1e-5
-    assert train_model.distance([2 * one for one in gradients[0]], gradients[1]) == pytest.approx(1.0)
+    assert train_model.distance(zip(*gradients, strict=True)) < 1e-5
+    assert train_model.distance(zip([2 * one for one in gradients[0]], gradients[1], strict=True)) == pytest.approx(1.0)
 
 
 @pytest.mark.usefixtures("no_compiler")

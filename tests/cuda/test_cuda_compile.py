@@ -9,7 +9,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -302,20 +302,23 @@ def _training_step_variants(
     n_masks: int, dtype: torch.dtype, activation: str, vector: bool
 ) -> Iterator[tuple[str, dict[str, int]]]:
     """Yield the kernels of a training step, with the macros of their largest variants, which use the most registers."""
-    steps, wide = training_steps, torch.float32
-    yield "flip_signs", steps.flip_signs_macros(n_masks, True, vector)
-    yield "scale", steps.scale_macros(dtype, n_masks + 1, vector)
-    for dtypes in ((dtype, dtype), (dtype, wide), (wide, wide), (None, wide)):
-        yield "weight_gradients", steps.weight_gradients_macros(dtype, wide, n_masks, *dtypes, vector)
-    yield "mask_weight_gradients", steps.mask_weight_gradients_macros(dtype, n_masks, wide, vector)
-    yield "clear_rows", {"MGLU_VECTOR": int(vector)}
-    yield "flip_signs", steps.flip_signs_macros(n_masks, False, vector, parts=True)
-    for mask_weights_dtype in (None, wide):
-        common = n_masks, activation, mask_weights_dtype, vector
-        yield "partials", steps.partials_macros(dtype, wide, *common)
+    wide, code = torch.float32, ACTIVATIONS[activation].code
+    macros = partial(training_steps.macros, MGLU_VECTOR=vector)
+    yield "clear_rows", macros()
+    yield "scale", macros(MGLU_ELEMENT=dtype, MGLU_ENTRIES=n_masks + 1)
+    macros = partial(macros, MGLU_N_MASKS=n_masks)
+    for with_weight, parts in ((True, False), (False, True)):
+        yield "flip_signs", macros(MGLU_WITH_WEIGHT=with_weight, MGLU_PARTS=parts)
+    macros = partial(macros, MGLU_ELEMENT=dtype)
+    for weight, logits in ((dtype, dtype), (dtype, wide), (wide, wide), (None, wide)):
+        yield "weight_gradients", macros(MGLU_TOTAL=wide, MGLU_GRAD_WEIGHT=weight, MGLU_GRAD_LOGITS=logits)
+    yield "mask_weight_gradients", macros(MGLU_MASK_WEIGHTS=wide)
+    for mask_weights in (None, wide):
+        macros = partial(macros, MGLU_ACTIVATION=code, MGLU_MASK_WEIGHTS=mask_weights)
+        yield "partials", macros(MGLU_PRODUCTS=wide, MGLU_TOTAL=None, MGLU_PARTS=False)
         if dtype is torch.bfloat16:
-            for extra in ((wide, False), (None, True)):
-                yield "partials", steps.partials_macros(dtype, dtype, *common, *extra)
+            yield "partials", macros(MGLU_PRODUCTS=dtype, MGLU_TOTAL=wide, MGLU_PARTS=False)
+            yield "partials", macros(MGLU_PRODUCTS=dtype, MGLU_TOTAL=None, MGLU_PARTS=True)
 
 
 STEPS = (

@@ -15,7 +15,7 @@ from mglu_ops.backends.cuda import DecodeMma, TileWgmma, driver
 from mglu_ops.backends.cuda.choice import without_tables
 from mglu_ops.backends.cuda.device import KNOWN_GPUS, RESERVED_SHARED_BYTES_PER_BLOCK
 from mglu_ops.backends.cuda.kernels import permute_x
-from mglu_ops.backends.cuda.kernels.tile_wgmma_training import TrainingTile, partials_of, training_choice
+from mglu_ops.backends.cuda.kernels.tile_wgmma_training import TrainingTile, training_choice
 from mglu_ops.backends.cuda.launch import parameters
 from mglu_ops.backends.parameters import MAP_BYTES
 from mglu_ops.call import Call
@@ -104,7 +104,7 @@ def test_training_has_a_launch_for_every_aligned_call(n_masks: int, weighted: bo
         assert not config.sparse
         result, partials = config.results(call).values()
         assert (result.width, partials.width) == (shape[0], (n_masks * (1 + weighted) + 1) * shape[0])
-        assert partials.width == partials_of(call) * shape[0]
+        assert partials.width == call.n_partials * shape[0]
         assert result.height == partials.height == tokens
         permuted = training_choice(unaligned(call), HOPPER)
         assert permuted is not None

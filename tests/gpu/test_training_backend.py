@@ -146,7 +146,7 @@ def gemms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
         monkeypatch.setattr(backward_gemm, "is_faster", lambda gpu, rows, columns, depth: rows * columns > 0)
     else:
         monkeypatch.setattr(backward_gemm, "can_run", lambda *operands: False)
-        monkeypatch.setattr(training, "_tile_sequence", lambda call: None)
+        monkeypatch.setattr(training, "training_choice", lambda call, gpu: None)
     return str(request.param)
 
 

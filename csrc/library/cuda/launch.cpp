@@ -17,9 +17,7 @@ int element(const char* argument, Scalar dtype) {
         case Scalar::float16: return 0;
         case Scalar::bfloat16: return 1;
         case Scalar::float32: return 2;
-        default:
-            refuse(std::string(argument) + ": got dtype " + name(dtype) +
-                   ", the GPU kernels have float16, bfloat16 and float32");
+        default: refuse_dtype(argument, dtype, "the GPU kernels have float16, bfloat16 and float32");
     }
 }
 
@@ -43,8 +41,6 @@ Layer layer_of(const LayerCall& call, const DeviceFacts& device) {
                         .mask_weights = mask_weights ? element("mask_weights", mask_weights->dtype) : -1},
             .out_features = call.out_features,
             .in_features = call.in_features,
-            .experts = 0,
-            .top_k = 0,
             .is_packed = call.weight.is_contiguous() && call.packed_masks.is_contiguous() && call.weight.is_aligned() &&
                          call.packed_masks.is_aligned()};
 }
@@ -69,12 +65,6 @@ Values values_of(const LayerCall& call, const Layer& layer, std::int64_t rows, c
             .mask_stride = call.packed_masks.strides[2],
             .mask_weight_row_stride = call.mask_weight_row_stride,
             .mask_weight_column_stride = call.mask_weights ? call.mask_weights->last_stride() : 0,
-            .id_bytes = 0,
-            .experts = 0,
-            .top_k = 0,
-            .expert_weight_bytes = 0,
-            .expert_mask_bytes = 0,
-            .expert_scale_bytes = 0,
             .element = layer.variant.element,
             .element_bytes = item,
             .weight_format = layer.variant.weight_format,
@@ -170,8 +160,6 @@ void experts_down(const DownCall& call, void* out, const Executor& executor) {
     const Layer layer{.variant = {.arch = device.arch,
                                   .element = element("y", call.y.dtype),
                                   .weight_format = static_cast<int>(call.weight_format),
-                                  .rounds_x = false,
-                                  .n_masks = 0,
                                   .activation = static_cast<int>(cpu::Activation::identity),
                                   .mask_weights = element("expert_weights", call.expert_weights.dtype)},
                       .out_features = out_features,

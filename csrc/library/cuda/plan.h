@@ -24,8 +24,8 @@ struct Values {
     std::int64_t weight_row_stride, weight_column_stride;
     std::int64_t mask_row_stride, mask_octet_stride, mask_stride;
     std::int64_t mask_weight_row_stride, mask_weight_column_stride;
-    std::int64_t id_bytes, experts, top_k;
-    std::int64_t expert_weight_bytes, expert_mask_bytes, expert_scale_bytes;  // from one expert to the next
+    std::int64_t id_bytes = 0, experts = 0, top_k = 0;
+    std::int64_t expert_weight_bytes = 0, expert_mask_bytes = 0, expert_scale_bytes = 0;  // from one expert to the next
     std::int64_t element, element_bytes, weight_format, n_masks, activation, mask_weights;  // as in Variant
 };
 
@@ -96,9 +96,9 @@ struct Variant {
 struct Layer {
     Variant variant;
     std::int64_t out_features, in_features;
-    std::int64_t experts;  // 0 for a layer without experts
-    std::int64_t top_k;    // experts of a token; 0 without experts, and for rows that are sorted by expert
-    bool is_packed;        // the weight and the masks are contiguous and start at multiples of 16 bytes
+    std::int64_t experts = 0;  // 0 for a layer without experts
+    std::int64_t top_k = 0;    // experts of a token; 0 without experts, and for rows that are sorted by expert
+    bool is_packed;            // the weight and the masks are contiguous and start at multiples of 16 bytes
 };
 
 // A plan for a layer and for `first_rows` to `last_rows` rows. If out_features is 0, it is for layers of any shape and

@@ -131,28 +131,35 @@ std::unique_ptr<Owned> result(const std::vector<std::int64_t>& sizes, mglu::Scal
     return owned;
 }
 
+constexpr mglu::Scalar kFloats[] = {mglu::Scalar::float16, mglu::Scalar::bfloat16, mglu::Scalar::float32,
+                                    mglu::Scalar::float64};
+constexpr mglu::Scalar kAny[] = {mglu::Scalar::uint8,    mglu::Scalar::int8,           mglu::Scalar::int16,
+                                 mglu::Scalar::int32,    mglu::Scalar::int64,          mglu::Scalar::float16,
+                                 mglu::Scalar::float32,  mglu::Scalar::float64,        mglu::Scalar::boolean,
+                                 mglu::Scalar::bfloat16, static_cast<mglu::Scalar>(99)};
+
+// Makes a tensor that rarely has another dtype than usual.
+std::unique_ptr<Owned> draw(Random& random, std::vector<std::int64_t> sizes, mglu::Scalar usual) {
+    return make(random, std::move(sizes), random.chance(3) ? random.pick(kAny) : usual, false);
+}
+
 // Calls an operator over experts. Some expert ids or offs are out of range.
-template <std::size_t n_floats, std::size_t n_any>
-void fuzz_experts(Random& random, const mglu::Scalar (&floats)[n_floats], const mglu::Scalar (&any)[n_any],
-                  const char* activation) {
+void fuzz_experts(Random& random, const char* activation) {
     const mglu::Executor executor{mglu::cpu::serial};
     const auto below = [&](int limit) { return static_cast<std::int64_t>(random.below(limit)); };
     const std::int64_t tokens = below(12), top_k = below(4), experts = below(5), d = below(20), n = below(5);
     const mglu::Format& format = random.pick(mglu::kFormats);
     const std::int64_t h = format.packed * below(70);
-    const mglu::Scalar dtype = random.pick(floats);
-    const auto draw = [&](std::vector<std::int64_t> sizes, mglu::Scalar usual) {
-        return make(random, std::move(sizes), random.chance(3) ? random.pick(any) : usual, false);
-    };
+    const mglu::Scalar dtype = random.pick(kFloats);
     std::vector<std::int64_t> scales = format.scale_sizes(d, h);
     scales.insert(scales.begin(), experts);
-    const auto weight = draw({experts, d, h / format.packed}, format.dtype.value_or(dtype));
-    const auto scale = draw(scales, format.scale_dtype);
+    const auto weight = draw(random, {experts, d, h / format.packed}, format.dtype.value_or(dtype));
+    const auto scale = draw(random, scales, format.scale_dtype);
     const std::optional<mglu::Tensor> given_scale = format.dtype ? std::optional(scale->tensor) : std::nullopt;
     const bool is_sorted = random.chance(30), is_down = random.chance(40);
-    const auto routing = is_sorted && !is_down
-                             ? draw({experts}, mglu::Scalar::int32)
-                             : draw({tokens, top_k}, random.chance(50) ? mglu::Scalar::int32 : mglu::Scalar::int64);
+    const auto routing = is_sorted && !is_down ? draw(random, {experts}, mglu::Scalar::int32)
+                                               : draw(random, {tokens, top_k},
+                                                      random.chance(50) ? mglu::Scalar::int32 : mglu::Scalar::int64);
     if (!routing->tensor.is_contiguous()) return;
     for (std::int64_t i = 0; i < routing->tensor.elements(); ++i) {  // most numbers are in range
         const std::int64_t value = random.chance(80) ? below(6) : below(1 << 30) - (1 << 29);
@@ -162,7 +169,8 @@ void fuzz_experts(Random& random, const mglu::Scalar (&floats)[n_floats], const 
             static_cast<std::int64_t*>(routing->tensor.data)[i] = value;
     }
     if (is_down) {
-        const auto y = draw({tokens, top_k, h}, dtype), factors = draw({tokens, top_k}, random.pick(floats));
+        const auto y = draw(random, {tokens, top_k, h}, dtype),
+                   factors = draw(random, {tokens, top_k}, random.pick(kFloats));
         const mglu::DownCall call =
             mglu::describe_down(y->tensor, weight->tensor, routing->tensor, factors->tensor, given_scale, format.name);
         const bool has_dense_rows = weight->tensor.last_size() <= 1 || weight->tensor.last_stride() == 1;
@@ -176,9 +184,10 @@ void fuzz_experts(Random& random, const mglu::Scalar (&floats)[n_floats], const 
         return;
     }
     const std::int64_t rows = is_sorted ? tokens * top_k : tokens;
-    const auto x = draw({rows, h}, dtype), masks = draw({experts, d, (h + 7) / 8, n}, mglu::Scalar::uint8);
-    const auto mask_weights =
-        is_sorted ? draw({rows, n}, random.pick(floats)) : draw({tokens, top_k, n}, random.pick(floats));
+    const auto x = draw(random, {rows, h}, dtype),
+               masks = draw(random, {experts, d, (h + 7) / 8, n}, mglu::Scalar::uint8);
+    const auto mask_weights = is_sorted ? draw(random, {rows, n}, random.pick(kFloats))
+                                        : draw(random, {tokens, top_k, n}, random.pick(kFloats));
     const std::optional<mglu::Tensor> given_weights =
         random.chance(40) ? std::optional(mask_weights->tensor) : std::nullopt;
     const mglu::ExpertsCall call =
@@ -195,12 +204,6 @@ void fuzz_experts(Random& random, const mglu::Scalar (&floats)[n_floats], const 
 
 void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& refused) {
     const mglu::Executor executor{mglu::cpu::serial};
-    const mglu::Scalar floats[] = {mglu::Scalar::float16, mglu::Scalar::bfloat16, mglu::Scalar::float32,
-                                   mglu::Scalar::float64};
-    const mglu::Scalar any[] = {mglu::Scalar::uint8,    mglu::Scalar::int8,           mglu::Scalar::int16,
-                                mglu::Scalar::int32,    mglu::Scalar::int64,          mglu::Scalar::float16,
-                                mglu::Scalar::float32,  mglu::Scalar::float64,        mglu::Scalar::boolean,
-                                mglu::Scalar::bfloat16, static_cast<mglu::Scalar>(99)};
     const char* activations[] = {
 #define MGLU_ACTIVATION(name, ...) #name,
 #include "../../cpu/activation.h"
@@ -211,19 +214,16 @@ void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& r
         const auto d = static_cast<std::int64_t>(random.below(40)), h = static_cast<std::int64_t>(random.below(200));
         const auto n = static_cast<std::int64_t>(random.below(18)),
                    tokens = static_cast<std::int64_t>(random.below(12));
-        const mglu::Scalar dtype = random.pick(floats);
+        const mglu::Scalar dtype = random.pick(kFloats);
         try {
             if (random.chance(60)) {
                 const mglu::Format& format = random.pick(mglu::kFormats);
                 const bool has_scale = random.chance(format.dtype ? 97 : 3);
-                const auto x = make(random, {tokens, h}, random.chance(3) ? random.pick(any) : dtype, false);
-                const auto weight = make(random, {d, h / format.packed},
-                                         random.chance(3) ? random.pick(any) : format.dtype.value_or(dtype), false);
-                const auto scale = make(random, format.scale_sizes(d, h),
-                                        random.chance(3) ? random.pick(any) : format.scale_dtype, false);
-                const auto masks =
-                    make(random, {d, (h + 7) / 8, n}, random.chance(3) ? random.pick(any) : mglu::Scalar::uint8, false);
-                const auto mask_weight = make(random, {tokens, n}, random.pick(floats), false);
+                const auto x = draw(random, {tokens, h}, dtype);
+                const auto weight = draw(random, {d, h / format.packed}, format.dtype.value_or(dtype));
+                const auto scale = draw(random, format.scale_sizes(d, h), format.scale_dtype);
+                const auto masks = draw(random, {d, (h + 7) / 8, n}, mglu::Scalar::uint8);
+                const auto mask_weight = make(random, {tokens, n}, random.pick(kFloats), false);
                 const std::optional<mglu::Tensor> given =
                     random.chance(40) ? std::optional(mask_weight->tensor) : std::nullopt;
                 const std::optional<mglu::Tensor> given_scale = has_scale ? std::optional(scale->tensor) : std::nullopt;
@@ -237,15 +237,14 @@ void fuzz_tensors(Random& random, Clock::time_point end, long& accepted, long& r
                 if (mglu::needed_copies(call).any()) continue;
                 mglu::forward(call, result(call.result_sizes(), call.x.dtype)->tensor, executor);
             } else if (random.chance(50)) {
-                fuzz_experts(random, floats, any, random.pick(activations));
+                fuzz_experts(random, random.pick(activations));
             } else if (random.chance(50)) {
-                const auto masks = make(random, {n, d, h}, random.pick(any), random.chance(60));
+                const auto masks = make(random, {n, d, h}, random.pick(kAny), random.chance(60));
                 mglu::check_masks(masks->tensor);
                 mglu::pack_masks(masks->tensor, result(mglu::packed_sizes(masks->tensor), mglu::Scalar::uint8)->tensor,
                                  executor);
             } else {
-                const auto packed =
-                    make(random, {d, (h + 7) / 8, n}, random.chance(5) ? random.pick(any) : mglu::Scalar::uint8, false);
+                const auto packed = draw(random, {d, (h + 7) / 8, n}, mglu::Scalar::uint8);
                 const std::int64_t extremes[] = {h, h, h, h + 1, h - 9, -1, INT64_MIN, INT64_MAX};
                 const std::int64_t in_features = random.pick(extremes);
                 mglu::check_packed(packed->tensor, in_features);

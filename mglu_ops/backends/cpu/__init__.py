@@ -9,7 +9,8 @@ multiply bfloat16.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,19 +21,10 @@ from ...formats import get_format
 from ...given import Given
 from ...masks import packed_shape, packed_width
 from .. import expert_loop
-from ..base import Backend, Description, Prepared, Reason, Task, no_kernel
-from . import backward
+from ..base import NO_DOWN_GRADIENTS, Backend, Description, Prepared, Reason, Task, no_kernel
+from . import backward, experts_down
 from .build import BuildError
-from .experts_down import CpuDown
-from .library import (
-    DTYPES,
-    ISAS,
-    Library,
-    is_loaded,
-    is_missing,
-    load,
-    packer,
-)
+from .library import DTYPES, ISAS, Library, is_loaded, is_missing, load, packer
 
 __all__ = ["BuildError", "Cpu", "is_loaded", "is_missing", "isa"]
 
@@ -62,15 +54,13 @@ class Cpu(Backend):
         if call.device.type != "cpu":
             return Reason(f"x is on {call.device}, not on a CPU")
         if task == "down_backward":
-            return Reason("no kernel for the gradients of down projections", is_loss=False)
+            return NO_DOWN_GRADIENTS
         if call.dtype not in DTYPES:
-            return no_kernel("x", call.dtype)
+            return no_kernel(call)
         if task == "backward":
             return backward.reason(call)
         if call.mask_weights_dtype is not None and call.mask_weights_dtype not in DTYPES:
             return Reason(f"no kernel for mask_weights {call.mask_weights_dtype}")
-        if call.activation not in ACTIVATIONS:
-            return Reason(f"no kernel for activation {call.activation!r}")
         if task == "train" and not call.in_features:
             return Reason("in_features is 0", is_loss=False)
         library = load()
@@ -91,11 +81,11 @@ class Cpu(Backend):
             BuildError: the kernels could not be built.
         """
         if task == "down":
-            return CpuDown(call, expert_loop.layers(self, "forward", call, launch))
+            return partial(experts_down.down, call, expert_loop.layers(self, "forward", call, launch))
         if task == "backward":
             of_experts = call.routing is not None
-            return expert_loop.prepare(self, task, call, launch) if of_experts else backward.Backward(_library())
-        prepared = (CpuForwardTrain if task == "train" else CpuCall)(_library(), call, launch)
+            return expert_loop.prepare(self, task, call, launch) if of_experts else partial(backward.run, _library())
+        prepared = CpuCall(_library(), task, call, launch)
         if call.routing is not None and prepared.copies_weights:
             return expert_loop.prepare(self, task, call, launch)  # which copies the weights of experts that have rows
         return prepared
@@ -127,7 +117,7 @@ class Cpu(Backend):
                 "source": _MASK_SOURCES[masks.dtype],
             },
         )
-        _library().pack(pack({"masks": masks.data_ptr(), "packed_masks": packed.data_ptr()}))
+        _library().run("pack_masks", pack({"masks": masks.data_ptr(), "packed_masks": packed.data_ptr()}))
         return packed
 
 
@@ -148,15 +138,15 @@ def _has_contiguous_rows(sizes: Sequence[int], strides: Sequence[int]) -> bool:
     return True
 
 
-class _Call:
-    """A prepared call of the kernels, for a layer or for experts. Thread-safe.
+class CpuCall:
+    """A prepared `forward` or `train`, or the product `x W^T` in float32, for a layer or for experts. Thread-safe.
 
     A call first copies x, weight and packed masks if their rows are not contiguous. Most of the time goes into reading
     these tensors, and strides within a row would make each load inefficient.
     """
 
-    def __init__(self, library: Library, call: Call, launch: str | None) -> None:
-        """Prepare a call; `launch` forces an instruction set of `ISAS`."""
+    def __init__(self, library: Library, task: Task, call: Call, launch: str | None) -> None:
+        """Prepare a task; `launch` forces an instruction set of `ISAS`."""
         in_features, n_masks, width = call.in_features, call.n_masks, packed_width(call.in_features)
         layout, stored_columns = call.weight.layout, in_features // call.weight.format.packed
         layouts = {
@@ -170,7 +160,10 @@ class _Call:
             if rows and not _has_contiguous_rows(sizes, strides)
         }
         self._library = library
-        self._shape = call.result_shape
+        self._shape, self._dtype = call.result_shape, call.dtype if call.n_masks else torch.float32
+        self._partials_shape: tuple[int, ...] | None = None
+        if task == "train":
+            self._partials_shape = (*self._shape[:-1], call.n_partials, self._shape[-1])
         self._pack = packer(
             "Forward",
             {
@@ -191,61 +184,37 @@ class _Call:
                 "isa": ISAS[launch or "best"],
             },
         )
-        self._pack_experts = None if call.routing is None else packer("Experts", self._experts(call, call.routing))
+        self._pack_experts = None if call.routing is None else packer("Experts", _experts(call, call.routing))
 
     @property
     def copies_weights(self) -> bool:
         """True if a call copies the weight or the packed masks, of all experts if there are experts."""
         return not self._copied.isdisjoint(("weight", "packed_masks"))
 
-    def _experts(self, call: Call, routing: Routing) -> dict[str, int]:
-        """The integers of the struct `Experts`, for weights and masks that are not copied."""
-        scale_dtype = call.weight.format.scale_dtype
-        return {
-            "index_bytes": routing.index_dtype.itemsize,
-            "is_sorted": int(routing.is_sorted),
-            "experts": routing.experts,
-            "rows": call.tokens,
-            "top_k": routing.top_k or 1,
-            "weight_bytes": routing.weight_stride * call.weight.dtype.itemsize,
-            "mask_bytes": routing.masks_stride,
-            "scale_bytes": 0 if scale_dtype is None else routing.scale_stride * scale_dtype.itemsize,
-        }
-
-    def _run(self, given: Given, out: Tensor, partials: int) -> None:
-        """Write the result to `out`, and the partial derivatives to the address `partials` unless it is 0."""
+    def __call__(self, given: Given) -> Any:
+        out = given.x.new_empty(self._shape, dtype=self._dtype)
+        partials = None if self._partials_shape is None else given.x.new_empty(self._partials_shape)
         if self._copied:
             given = given._replace(**{name: getattr(given, name).contiguous() for name in self._copied})
-        layer = self._pack(given.addresses(out) | {"partials": partials})
+        layer = self._pack(given.addresses(out) | {"partials": 0 if partials is None else partials.data_ptr()})
         if self._pack_experts is None:
-            self._library.forward(layer)
+            self._library.run("forward", layer)
         else:
             assert given.routing is not None
-            self._library.forward_experts(layer, self._pack_experts({"index": given.routing.data_ptr()}))
+            self._library.run("forward_experts", layer, self._pack_experts({"index": given.routing.data_ptr()}))
+        return out if partials is None else (out, partials)
 
 
-class CpuCall(_Call):
-    """A prepared call of `mglu::forward`, or of the product `x W^T` in float32."""
-
-    def __init__(self, library: Library, call: Call, launch: str | None) -> None:
-        super().__init__(library, call, launch)
-        self._out_dtype = call.dtype if call.n_masks else torch.float32
-
-    def __call__(self, given: Given) -> Tensor:
-        out = given.x.new_empty(self._shape, dtype=self._out_dtype)
-        self._run(given, out, 0)
-        return out
-
-
-class CpuForwardTrain(_Call):
-    """A prepared call of `mglu::forward_train`."""
-
-    def __init__(self, library: Library, call: Call, launch: str | None) -> None:
-        super().__init__(library, call, launch)
-        entries = call.n_masks + 1 if call.mask_weights_dtype is None else 2 * call.n_masks + 1
-        self._partials_shape = (*self._shape[:-1], entries, self._shape[-1])
-
-    def __call__(self, given: Given) -> tuple[Tensor, Tensor]:
-        out, partials = given.x.new_empty(self._shape), given.x.new_empty(self._partials_shape)
-        self._run(given, out, partials.data_ptr())
-        return out, partials
+def _experts(call: Call, routing: Routing) -> dict[str, int]:
+    """The integers of the struct `Experts`, for weights and masks that are not copied."""
+    scale_dtype = call.weight.format.scale_dtype
+    return {
+        "index_bytes": routing.index_dtype.itemsize,
+        "is_sorted": int(routing.is_sorted),
+        "experts": routing.experts,
+        "rows": call.tokens,
+        "top_k": routing.top_k or 1,
+        "weight_bytes": routing.weight_stride * call.weight.dtype.itemsize,
+        "mask_bytes": routing.masks_stride,
+        "scale_bytes": 0 if scale_dtype is None else routing.scale_stride * scale_dtype.itemsize,
+    }

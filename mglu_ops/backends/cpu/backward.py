@@ -32,9 +32,9 @@ _CHUNK_MULTIPLE = 64
 
 
 def reason(call: Call) -> Reason | None:
-    """Return the reason why `Backward` does not run a call; None if it does.
+    """Return the reason why `run` does not take a call; None if it does.
 
-    It runs a call if torch's GEMMs are faster in bfloat16 than in float32.
+    It takes a call if torch's GEMMs are faster in bfloat16 than in float32.
     """
     is_for_bfloat16 = call.dtype is torch.bfloat16 and torch.backends.mkldnn.is_available()
     # `load` is called last, because it may build the kernels.
@@ -47,20 +47,15 @@ def reason(call: Call) -> Reason | None:
     return Reason("no kernel for this backward pass", is_loss=False)
 
 
-class Backward:
-    """A prepared `mglu::backward`. Thread-safe; the same inputs give the same bits."""
-
-    def __init__(self, library: Library) -> None:
-        self._library = library
-
-    def __call__(self, given: BackwardGiven) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        given = given._replace(
-            grad_output=with_contiguous_columns(given.grad_output),
-            x=given.x.contiguous(),
-            weight=with_contiguous_columns(given.weight),
-            packed_masks=given.packed_masks.contiguous(),
-        )
-        return gradients.backward(CpuSteps(self._library), given)
+def run(library: Library, given: BackwardGiven) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run `mglu::backward`. Thread-safe; the same inputs give the same bits."""
+    given = given._replace(
+        grad_output=with_contiguous_columns(given.grad_output),
+        x=given.x.contiguous(),
+        weight=with_contiguous_columns(given.weight),
+        packed_masks=given.packed_masks.contiguous(),
+    )
+    return gradients.backward(CpuSteps(library), given)
 
 
 class CpuSteps(Steps):
@@ -79,7 +74,7 @@ class CpuSteps(Steps):
     def _run(self, name: str, tensors: Mapping[str, Tensor | None], **integers: int) -> None:
         """Run a step. Its struct in csrc/cpu/backward.h has the step's name in camel case."""
         pack = packer(name.title().replace("_", ""), integers, "backward.h")
-        self._library.run_step(name, pack(addresses(**tensors)))
+        self._library.run(name, pack(addresses(**tensors)))
 
     def parts(self, entries: int, tokens: int, out_features: int, in_features: int) -> Sequence[Part]:
         of_x = _chunks(tokens, entries * out_features)

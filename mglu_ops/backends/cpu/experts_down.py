@@ -22,23 +22,17 @@ _MOST_ROWS = 8
 the kernel is faster than torch's GEMM for up to 16 rows (float32 and bfloat16, weights 2048 x 768 and 2048 x 4096)."""
 
 
-class CpuDown:
-    """A prepared `mglu::experts_down`. Thread-safe."""
+def down(call: Call, products: Callable[[int], Prepared], given: DownGiven) -> Tensor:
+    """Run `mglu::experts_down`. Thread-safe."""
+    _, weight, _, _, scale, weight_format = given
+    has_library = call.weight.format.is_dense and call.dtype is not torch.float16
+    no_masks = torch.empty(call.out_features, 0, 0, dtype=torch.uint8)
 
-    def __init__(self, call: Call, products: Callable[[int], Prepared]) -> None:
-        self._products = products
-        self._has_library = call.weight.format.is_dense and call.dtype is not torch.float16
-        self._no_masks = torch.empty(call.out_features, 0, 0, dtype=torch.uint8)
+    def product(expert: int, rows: Tensor) -> Tensor:
+        if has_library and len(rows) > _MOST_ROWS:
+            return F.linear(rows, weight[expert])
+        expert_scale = None if scale is None else scale[expert]
+        layer = Given(rows, weight[expert], no_masks, "identity", None, expert_scale, weight_format)
+        return products(len(rows))(layer)
 
-    def __call__(self, given: DownGiven) -> Tensor:
-        _, weight, _, _, scale, weight_format = given
-
-        def product(expert: int, rows: Tensor) -> Tensor:
-            if self._has_library and len(rows) > _MOST_ROWS:
-                return F.linear(rows, weight[expert])
-            expert_scale = None if scale is None else scale[expert]
-            return self._products(len(rows))(
-                Given(rows, weight[expert], self._no_masks, "identity", None, expert_scale, weight_format)
-            )
-
-        return expert_loop.down(product, given)
+    return expert_loop.down(product, given)

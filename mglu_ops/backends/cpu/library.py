@@ -16,10 +16,14 @@ from ..parameters import read_parameters
 from .build import BuildError, load_library, settings
 
 ISAS = {"best": 0, "portable": 1, "avx2": 2, "avx512": 3, "avx512_bf16": 4, "amx": 5}
+_ISA_NAMES = {code: name for name, code in ISAS.items()}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
-STEPS = ("flip_signs", "scale", "weight_gradients", "mask_weight_gradients")
+_STEPS = ("flip_signs", "scale", "weight_gradients", "mask_weight_gradients")
 """The names of the steps of a backward pass (csrc/cpu/backward.h)."""
+
+_STRUCTS = {**dict.fromkeys(("forward", "pack_masks", *_STEPS), 1), "forward_experts": 2}
+"""Maps the name of a function, without `mglu_cpu_`, to the number of structs that it takes."""
 
 
 def packer(
@@ -44,54 +48,36 @@ class Library:
         self.parallel_for = _torch_parallel_for()
         functions = ctypes.CDLL(str(path))
         try:
-            self._forward, self._pack = functions.mglu_cpu_forward, functions.mglu_cpu_pack_masks
-            self._experts = functions.mglu_cpu_forward_experts
+            self._functions = {name: getattr(functions, f"mglu_cpu_{name}") for name in _STRUCTS}
             self._isa, self._supports = functions.mglu_cpu_isa, functions.mglu_cpu_supports
             self._message = functions.mglu_cpu_status_message
-            self._steps = {name: getattr(functions, f"mglu_cpu_{name}") for name in STEPS}
         except AttributeError as error:
             raise OSError(str(error)) from error
-        for function in (self._forward, self._pack, *self._steps.values()):
-            function.argtypes = (ctypes.c_char_p, ctypes.c_void_p)
+        for name, function in self._functions.items():
+            function.argtypes = (*(ctypes.c_char_p,) * _STRUCTS[name], ctypes.c_void_p)
             function.restype = ctypes.c_int32
-        self._experts.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
-        self._experts.restype = ctypes.c_int32
-        self._isa.restype = self._message.restype = ctypes.c_char_p
+        self._isa.restype, self._message.restype = ctypes.c_int64, ctypes.c_char_p
         self._isa.argtypes = (ctypes.c_int64,) * 4
         self._supports.argtypes = (ctypes.c_int64,) * 2
         self._message.argtypes = (ctypes.c_int32,)
 
     def isa(self, dtype: torch.dtype, tokens: int, n_masks: int, weight_format: WeightFormat) -> str:
         """Return the instruction set of `ISAS` that a call runs with; `dtype` is x's dtype."""
-        return str(self._isa(DTYPES[dtype], tokens, n_masks, weight_format.code).decode())
+        return _ISA_NAMES[self._isa(DTYPES[dtype], tokens, n_masks, weight_format.code)]
 
     def supports(self, isa: str, dtype: torch.dtype) -> bool:
         """True if this machine and this library support an instruction set for a dtype."""
         return bool(self._supports(ISAS[isa], DTYPES[dtype]))
 
-    def forward(self, call: bytes) -> None:
-        """Run the kernel on a packed struct `Forward`, without holding the GIL.
+    def run(self, name: str, *structs: bytes) -> None:
+        """Run the function `name` of `_STRUCTS` on its packed structs, without holding the GIL.
 
         Raises:
             RuntimeError: the kernel refused the call; the message has the reason.
         """
-        self._check(self._forward(call, self.parallel_for), "forward")
-
-    def forward_experts(self, first: bytes, experts: bytes) -> None:
-        """Run a packed call over experts, as `forward` runs one of a layer."""
-        self._check(self._experts(first, experts, self.parallel_for), "experts_forward")
-
-    def pack(self, call: bytes) -> None:
-        """Run the kernel that packs masks on a packed struct `Pack`. Errors are as in `forward`."""
-        self._check(self._pack(call, self.parallel_for), "pack_masks")
-
-    def run_step(self, name: str, call: bytes) -> None:
-        """Run the step `name` of `STEPS` on its packed struct. Errors are as in `forward`."""
-        self._check(self._steps[name](call, self.parallel_for), name)
-
-    def _check(self, status: int, name: str) -> None:
+        status = self._functions[name](*structs, self.parallel_for)
         if status != 0:
-            raise RuntimeError(f"mglu::{name}: the CPU kernel failed: {self._message(status).decode()}")
+            raise RuntimeError(f"the CPU kernel {name} failed: {self._message(status).decode()}")
 
 
 def _torch_parallel_for() -> int:

@@ -13,14 +13,13 @@ from typing import Any, ClassVar, TypeVar, cast
 import torch
 from torch import Tensor
 
-from ...activations import ACTIVATIONS
 from ...call import Call
 from ...given import Given
 from ...words import counted
 from .. import triton
-from ..base import Backend, Description, Prepared, Reason, Task, no_kernel
+from ..base import NO_DOWN_GRADIENTS, Backend, Description, Prepared, Reason, Task, no_kernel
 from . import experts_training, training
-from .choice import LaunchChoice, choose, choose_experts
+from .choice import choose, choose_experts
 from .compiler import compile_cubin, has_cuda_core, is_cached
 from .current import current_device, current_stream, empty
 from .device import Gpu, gpu_of
@@ -56,7 +55,7 @@ class Cuda(Backend):
         if task == "down":
             return self._down_reason(call)
         if task == "down_backward":
-            return Reason("no kernel for the gradients of down projections", is_loss=False)
+            return NO_DOWN_GRADIENTS
         if call.routing is not None:
             return self._experts_reason(call)
         return self._layer_reason(call) or self._tokens_reason(call)
@@ -64,11 +63,9 @@ class Cuda(Backend):
     def _layer_reason(self, call: Call) -> Reason | None:
         """Return the reason why no kernel runs a layer without experts, with any number of tokens; None if one does."""
         if call.dtype not in ELEMENTS:
-            return no_kernel("x", call.dtype)
+            return no_kernel(call)
         if call.mask_weights_dtype is not None and call.mask_weights_dtype not in ELEMENTS:
             return Reason(f"no kernel for mask_weights {call.mask_weights_dtype}")
-        if call.activation not in ACTIVATIONS:
-            return Reason(f"no kernel for activation {call.activation!r}")
         if call.out_features >= 2**31 or call.in_features >= 2**28:
             shape = call.out_features, call.in_features
             return Reason(f"weight {shape} has a dimension beyond the kernels' 32-bit indices")
@@ -84,7 +81,7 @@ class Cuda(Backend):
         most = _most_tokens_on_chip(call)
         if call.tokens <= most:
             return None
-        kernel = self.choose(call).config.kernel
+        kernel = choose(call, gpu_of(call.device.index)).config.kernel
         if kernel == "tile_wgmma":
             return None
         if kernel == "plain" and call.tokens > MOST_PLAIN_TOKENS:
@@ -126,7 +123,7 @@ class Cuda(Backend):
             return None if text is None else Reason(text)
         if gpu_of(call.device.index).arch < (8, 0):
             return Reason("compute capability is below 8.0", is_loss=False)
-        if call.activation not in ACTIVATIONS or max(call.tokens, call.out_features, call.in_features) >= 2**30:
+        if max(call.tokens, call.out_features, call.in_features) >= 2**30:
             return Reason("a size is beyond the kernels' 32-bit indices", is_loss=False)
         return None
 
@@ -134,20 +131,12 @@ class Cuda(Backend):
         """True if the cache holds every kernel of a call, so that no compiler is needed."""
         if 0 in call.result_shape:
             return True
-        return all(is_cached(*step.source) for step in quantize_x.plan(self.choose(call).config, call, gpu))
-
-    def choose(self, call: Call) -> LaunchChoice:
-        """Choose the launch of a call.
-
-        Raises:
-            TableError: a table of launches cannot be used.
-        """
-        return choose(call, gpu_of(call.device.index))
+        return all(is_cached(*step.source) for step in quantize_x.plan(choose(call, gpu).config, call, gpu))
 
     def describe(self, task: Task, call: Call) -> Description:
         if task != "forward" or call.routing is not None:
             return super().describe(task, call)
-        launch = self.choose(call)
+        launch = choose(call, gpu_of(call.device.index))
         return Description(
             f"the masks are applied on chip, for {counted(call.tokens, 'token')}",
             launch.config,
@@ -209,7 +198,7 @@ class Cuda(Backend):
             return (launch or choose_experts(call, gpu)).plan(call, gpu)
         if launch is not None:
             _check_launch(launch, call, gpu, as_read=quantize_x.as_read(launch, call))
-        return quantize_x.plan(launch or self.choose(call).config, call, gpu)
+        return quantize_x.plan(launch or choose(call, gpu).config, call, gpu)
 
     def can_pack(self, masks: Tensor) -> bool:
         if masks.device.type != "cuda" or masks.dtype not in packing.KINDS or max(masks.shape[-2:]) >= 2**31:

@@ -31,6 +31,16 @@ class Gpu:
     shared_bytes_per_sm: int
     threads_per_sm: int
 
+    @property
+    def target(self) -> str:
+        """The architecture for which kernels are compiled, such as `sm_90`."""
+        return f"sm_{self.arch[0]}{self.arch[1]}"
+
+    @property
+    def overlaps(self) -> bool:
+        """True if the GPU supports programmatic dependent launch."""
+        return self.arch >= (9, 0)
+
 
 @cache
 def gpu_of(device: int) -> Gpu:
@@ -73,7 +83,7 @@ def gpu_of_architecture(arch: tuple[int, int]) -> Gpu:
         if gpu_of(device).arch == arch:
             return gpu_of(device)
     if arch not in KNOWN_GPUS:
-        known = ", ".join(f"sm_{major}{minor}" for major, minor in KNOWN_GPUS)
+        known = ", ".join(gpu.target for gpu in KNOWN_GPUS.values())
         raise ValueError(
             f"arch: got sm_{arch[0]}{arch[1]}, must be the architecture of a GPU of this machine, or one of {known}"
         )

@@ -47,13 +47,9 @@ def _library() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
 
 
-def call_driver(function: str, what: str, *arguments: object) -> None:
-    """Call a function of the driver by name. `what` describes the action in the error message.
-
-    Raises:
-        LaunchError: the function returned an error.
-    """
-    _check(getattr(_library(), function)(*arguments), what)
+def encode_tensor_map(*arguments: object) -> None:
+    """Call `cuTensorMapEncodeTiled`. Raises LaunchError if it returns an error."""
+    _check(_library().cuTensorMapEncodeTiled(*arguments), "encoding a tensor map")
 
 
 def _check(result: int, what: str) -> None:
@@ -121,17 +117,10 @@ class Launch:
         integers: Mapping[str, int],
         second: KernelStruct | None = None,
     ) -> None:
-        """Prepare a launch.
+        """Prepare a launch. `launch.Step` describes most arguments.
 
-        Args:
-            kernel: the kernel.
-            grid: blocks in x and in y.
-            threads: threads of a block.
-            shared: dynamic shared memory of a block in bytes.
-            overlap: True for programmatic dependent launch.
-            parameters: the fields of the kernel's struct.
-            integers: the values of all integers of the struct, by name.
-            second: the kernel's second struct, without tensor maps; None if the kernel has only one struct.
+        `parameters` are the fields of the kernel's struct, and `integers` the values of all its integers by name.
+        `second` is the kernel's second struct, which has no tensor maps, or None.
         """
         kernel.allow_shared(shared)
         self._kernel = kernel

@@ -39,7 +39,7 @@ from ..gradients import Part
 from ..triton.experts import ascending, product
 from .device import gpu_of
 from .kernels import training_steps as steps
-from .kernels.tile_wgmma_training import partials_of, training_items
+from .kernels.tile_wgmma_training import training_items
 from .launch import load
 from .training import LayerSteps, aligned
 
@@ -52,7 +52,7 @@ class ForwardTrain:
     """A prepared `mglu::grouped_forward_train`, which runs on the current device. Thread-safe."""
 
     def __init__(self, call: Call) -> None:
-        self._entries = partials_of(call.one)
+        self._entries = call.n_partials
         device: int = call.device.index
         call, gpu = as_read(call), gpu_of(device)
         launch = training_items(call, gpu)

@@ -133,19 +133,16 @@ def _plan(launch: Callable[[Call, Gpu], Plan], call_of: Callable[[int], Call], r
         x=Layout(_named(x, "x_row_stride", "x_column_stride")),
         mask_weights=Layout(_named(weights, "mask_weight_row_stride", "mask_weight_column_stride")),
     )
-    return tuple(map(_at_run_time, launch(traced, _any_gpu(gpu))))
-
-
-def _named(layout: Layout, *names: str) -> tuple[int, ...]:
-    return tuple(Size(stride, name) for stride, name in zip(layout.strides, names, strict=True))
-
-
-def _any_gpu(gpu: Gpu) -> Gpu:
-    return replace(
+    any_gpu = replace(
         gpu,
         multiprocessors=Size(gpu.multiprocessors, "multiprocessors"),
         shared_bytes_per_sm=Size(gpu.shared_bytes_per_sm, "shared_bytes_per_sm"),
     )
+    return tuple(map(_at_run_time, launch(traced, any_gpu)))
+
+
+def _named(layout: Layout, *names: str) -> tuple[int, ...]:
+    return tuple(Size(stride, name) for stride, name in zip(layout.strides, names, strict=True))
 
 
 def _at_run_time(step: Step) -> Step:

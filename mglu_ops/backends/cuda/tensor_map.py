@@ -11,7 +11,7 @@ from typing import ClassVar
 from weakref import WeakSet
 
 from ..parameters import MAP_BYTES
-from .driver import call_driver
+from .driver import encode_tensor_map
 
 _ENTRIES_KEPT = 1 << 14
 """The most entries that the caches of all `TensorMaps` hold together, about 8 MB. Then all caches are emptied."""
@@ -62,9 +62,7 @@ class Matrix:
         address = -(-ctypes.addressof(memory) // _ALIGNMENT) * _ALIGNMENT
         rank = 3 if self.depth else 2
         sizes, boxes = (self.width, self.height, self.depth), (self.box_width, self.box_height, self.box_depth)
-        call_driver(
-            "cuTensorMapEncodeTiled",
-            "encoding a tensor map",
+        encode_tensor_map(
             ctypes.c_void_p(address),
             _UINT8 if self.item == 1 else _UINT16,
             rank,

@@ -40,7 +40,7 @@ from .device import gpu_of
 from .kernels import backward_gemm
 from .kernels import training_steps as steps
 from .kernels.base import ELEMENTS
-from .kernels.tile_wgmma_training import partials_of, training_choice
+from .kernels.tile_wgmma_training import training_choice
 from .launch import LaunchSequence, load
 
 FORWARD_CHUNKS = 16
@@ -66,8 +66,11 @@ class ForwardTrain:
 
     def __init__(self, call: Call) -> None:
         self._call = call
-        self._entries = partials_of(call)
-        self._sequence = _tile_sequence(call)
+        self._entries = call.n_partials
+        device: int = call.device.index
+        gpu = gpu_of(device)
+        tile = training_choice(call, gpu)
+        self._sequence = None if tile is None else load(tile.plan(call, gpu), device)
 
     def __call__(self, given: Given) -> tuple[Tensor, Tensor]:
         call, sequence = self._call, self._sequence
@@ -83,17 +86,13 @@ class ForwardTrain:
 
         x, weight, packed_masks = x.contiguous(), with_contiguous_columns(weight), aligned(packed_masks)
         for rows in feature_chunks(tokens, call.n_masks, out_features, call.in_features, FORWARD_CHUNKS):
-            outputs = result[:, rows], partials[:, :, rows]
-            _products_and_partials(x, weight[rows], packed_masks[rows], call.activation, mask_weights, *outputs)
+            # t and all f_i are in float32. If they were rounded to 16 bits, y would have up to 2.5 times the error of
+            # the naive layer: if a mask has few ones, the gate is the small difference of a large t and a large f_i.
+            flipped = steps.flip_signs(weight[rows], packed_masks[rows])
+            products = torch.mm(x, flipped.flatten(0, 1).t(), out_dtype=torch.float32).view(tokens, *flipped.shape[:2])
+            steps.partials(products, call.activation, mask_weights, partials[:, :, rows], result[:, rows])
+            del flipped, products  # frees memory for the next chunk
         return result, partials
-
-
-def _tile_sequence(call: Call) -> LaunchSequence | None:
-    """Prepare the launches of `tile_wgmma` in training, or return None if it cannot run the call."""
-    device: int = call.device.index
-    gpu = gpu_of(device)
-    choice = training_choice(call, gpu)
-    return None if choice is None else load(choice.plan(call, gpu), device)
 
 
 class Backward:
@@ -320,25 +319,6 @@ def feature_chunks(tokens: int, n_masks: int, out_features: int, in_features: in
     size = max(ceil_div(out_features, most), ceil_div(_SMALLEST_CHUNK, elements_per_feature))
     size = round_up(size, _CHUNK_MULTIPLE)
     return [slice(first, min(first + size, out_features)) for first in range(0, max(out_features, 1), size)]
-
-
-def _products_and_partials(
-    x: Tensor,
-    weight: Tensor,
-    packed_masks: Tensor,
-    activation: str,
-    mask_weights: Tensor | None,
-    result: Tensor,
-    partials: Tensor,
-) -> None:
-    """Write the result `[tokens, out_features]` and the partial derivatives `[tokens, entries, out_features]`.
-
-    t and all f_i are in float32. If they were rounded to 16 bits, y would have up to 2.5 times the error of the naive
-    layer: if a mask has few ones, the gate is the small difference of a large t and a large f_i.
-    """
-    flipped = steps.flip_signs(weight, packed_masks)
-    products = torch.mm(x, flipped.flatten(0, 1).t(), out_dtype=torch.float32)
-    steps.partials(products.view(x.shape[0], *flipped.shape[:2]), activation, mask_weights, partials, result)
 
 
 def aligned(tensor: Tensor) -> Tensor:

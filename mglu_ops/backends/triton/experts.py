@@ -122,8 +122,8 @@ def down_backward(grad_output: Tensor, given: DownGiven, needs: Sequence[bool]) 
     """Run `mglu::experts_down_backward`."""
     y, weight, ids, expert_weights, *_ = given
     if not (y.numel() and weight.numel()):
-        tensors = zip((y, weight, expert_weights), needs, strict=True)
-        return tuple(one.new_zeros(one.shape if needed else 0) for one, needed in tensors)  # type: ignore[return-value]
+        grad_y, grad_weight, grad_expert_weights = (grad.zero_() for grad in given.empty_gradients(needs))
+        return grad_y, grad_weight, grad_expert_weights
     rows = SortedRows(ids, weight.shape[0], GatherRows.forward)
     factors = rows.of_pairs(expert_weights.view(-1, 1)).float()
     of_y, of_weight, of_factors = gradients_of_rows(

@@ -66,23 +66,13 @@ class LaunchConfig(ABC):
 
     def target(self, gpu: Gpu) -> str:
         """The architecture for which the kernel is compiled."""
-        return f"sm_{gpu.arch[0]}{gpu.arch[1]}"
+        return gpu.target
 
     def plan(self, call: Call, gpu: Gpu) -> Plan:
         """Return the launches of a call, whose activation format is "dense" unless `rounds_x` is true."""
-        shared, overlap = self.requested_shared_bytes(call, gpu), self.overlaps and gpu.arch >= (9, 0)
-        return (
-            Step(
-                self.kernel,
-                self.target(gpu),
-                self.macros(call),
-                self.grid(call, gpu),
-                self.threads,
-                shared,
-                overlap,
-                integers(call),
-            ),
-        )
+        macros, grid, shared = self.macros(call), self.grid(call, gpu), self.requested_shared_bytes(call, gpu)
+        overlap = self.overlaps and gpu.overlaps
+        return (Step(self.kernel, self.target(gpu), macros, grid, self.threads, shared, overlap, integers(call)),)
 
     def requested_shared_bytes(self, call: Call, gpu: Gpu) -> int:
         """The dynamic shared memory that a launch requests per block, in bytes."""
@@ -135,6 +125,14 @@ def integers(call: Call) -> dict[str, int]:
         "in_features": call.in_features,
         "x_is_vectorizable": int(x_is_vectorizable(call)),
     }
+
+
+def copy_step(
+    kernel: str, target: str, macros: dict[str, int], blocks: int, call: Call, gpu: Gpu, writes: str, nbytes: int
+) -> Step:
+    """Return the step that writes a converted copy of a tensor of `call`, in blocks of 256 threads."""
+    overlap, values = gpu.overlaps, integers(call)
+    return Step(kernel, target, macros, (blocks, 1), 256, 0, overlap, values, writes=writes, nbytes=nbytes)
 
 
 def x_is_vectorizable(call: Call) -> bool:

@@ -72,10 +72,6 @@ class DecodeMma(LaunchConfig):
         """The columns of a block's `mma` results that the kernel keeps."""
         return 1 if tokens == 1 else 8 * self.token_tiles
 
-    def mask_vector(self, n_masks: int) -> int:
-        """The bytes of the widest copy that divides the masks of one row in a stage."""
-        return 16 if self.stage_columns // 8 * n_masks % 16 == 0 else 8
-
     def shared_bytes(self, call: Call) -> int:
         """Bytes for row scales, rings, x and barriers. At the end of a block, sums overwrite the rings and x."""
         warps = self.tiles * self.split_k
@@ -98,11 +94,12 @@ class DecodeMma(LaunchConfig):
         return round_up(blocks, self.cluster), 1
 
     def macros(self, call: Call) -> dict[str, int]:
+        widest = 16 if self.stage_columns // 8 * call.n_masks % 16 == 0 else 8  # divides the masks of a row in a stage
         return common_macros(call) | {
             "MGLU_TILES": self.tiles,
             "MGLU_SPLIT_K": self.split_k,
             "MGLU_STAGES": self.stages,
-            "MGLU_MASK_VECTOR": min(self.mask_vector(call.n_masks), mask_alignment(call)),
+            "MGLU_MASK_VECTOR": min(widest, mask_alignment(call)),
             "MGLU_BLOCKS_PER_SM": self.blocks_per_sm,
             "MGLU_SUB": self.sub,
             "MGLU_MASK_GROUP": self.mask_group,

@@ -6,7 +6,7 @@ from ....call import Call
 from ....sizes import ceil_div
 from ..device import Gpu
 from ..launch import Step
-from .base import ELEMENTS, integers
+from .base import ELEMENTS, copy_step
 
 NAME = "decode_weight"
 
@@ -22,15 +22,5 @@ def macros(call: Call) -> dict[str, int]:
 def step(call: Call, gpu: Gpu, target: str) -> Step:
     """Return the step that writes the decoded copy, which later kernels read as the weight."""
     elements = call.out_features * call.in_features
-    return Step(
-        NAME,
-        target,
-        macros(call),
-        (ceil_div(elements * call.weight.bits // 8, _BLOCK_BYTES), 1),
-        256,
-        0,
-        gpu.arch >= (9, 0),
-        integers(call),
-        writes="weight",
-        nbytes=elements * call.dtype.itemsize,
-    )
+    blocks, nbytes = ceil_div(elements * call.weight.bits // 8, _BLOCK_BYTES), elements * call.dtype.itemsize
+    return copy_step(NAME, target, macros(call), blocks, call, gpu, "weight", nbytes)

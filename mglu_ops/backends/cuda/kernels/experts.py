@@ -80,7 +80,7 @@ class ExpertLaunch:
             self.grid(call, gpu),
             self.config.threads,
             self.config.requested_shared_bytes(self.of_item(call), gpu),
-            self.config.overlaps and gpu.arch >= (9, 0),
+            self.config.overlaps and gpu.overlaps,
             integers(quantize_x.as_read(self.config, tokens)),
             items=self._item_integers(call),
         )
@@ -119,7 +119,8 @@ class ExpertLaunch:
 
 def choose(call: Call, gpu: Gpu) -> ExpertLaunch:
     """Choose the launch of a call."""
-    return _decode(call, gpu) or _plain(call)
+    rows = 1 if call.rows_of_x == 1 and not call.batch_invariant else 4
+    return _decode(call, gpu) or ExpertLaunch(Plain(block_tokens=rows), not _finds_items(call))
 
 
 def _decode(call: Call, gpu: Gpu) -> ExpertLaunch | None:
@@ -163,8 +164,3 @@ def _fit(config: DecodeMma, item: Call, gpu: Gpu) -> DecodeItems | None:
 
 def _finds_items(call: Call) -> bool:
     return not call.routed.is_sorted and call.tokens <= MOST_ROWS_TO_FIND
-
-
-def _plain(call: Call) -> ExpertLaunch:
-    rows = 1 if call.rows_of_x == 1 and not call.batch_invariant else 4
-    return ExpertLaunch(Plain(block_tokens=rows), not _finds_items(call))

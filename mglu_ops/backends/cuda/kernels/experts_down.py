@@ -76,11 +76,8 @@ class ExpertsDown:
         rings = self.teams * self.stages * self.stage_bytes(call)
         sums = 4 * self.teams * self.rows if self.block_tokens == 1 else 0
         counts = 0 if self.block_tokens == 1 else 4 * min(self.threads // 32, 4) * call.routed.experts
-        return rings + sums + counts + 4 + self.order_bytes(call)
-
-    def order_bytes(self, call: Call) -> int:
-        """The bytes of shared memory for the items and the sorted rows, which grow with the number of rows."""
-        return 8 * self._most_items(call) + 2 * call.tokens
+        order = 8 * self._most_items(call) + 2 * call.tokens  # the items and the sorted rows
+        return rings + sums + counts + 4 + order
 
     def grid(self, call: Call, gpu: Gpu) -> tuple[int, int]:
         """The blocks of the grid in x and in y. For several tokens the kernel is persistent: all blocks reside."""
@@ -146,10 +143,6 @@ def _vector(call: Call) -> int:
     return 4 if call.out_features % 4 == 0 else 1
 
 
-def _target(gpu: Gpu) -> str:
-    return f"sm_{gpu.arch[0]}{gpu.arch[1]}"
-
-
 def unsupported_reason(call: Call, gpu: Gpu) -> str | None:
     """The reason why neither these kernels nor `grouped_mm` take a call; None if one of them does."""
     layer = call.one
@@ -188,11 +181,6 @@ def uses_library(call: Call, gpu: Gpu) -> bool:
         and not layer.batch_invariant
         and gpu.arch in _LIBRARY_ARCHITECTURES
     )
-
-
-def _orders(call: Call) -> bool:
-    """True if `group_tokens` sorts the rows for `grouped_mm`. It has one block, so torch sorts many rows faster."""
-    return call.tokens <= MOST_ROWS and call.routed.experts <= group_tokens.MOST_EXPERTS
 
 
 def launch_for(call: Call, gpu: Gpu) -> ExpertsDown | None:
@@ -251,12 +239,12 @@ def plan(config: ExpertsDown, call: Call, gpu: Gpu) -> Plan:
     """Return the launches of a call: one multiplies, and unless there is a single token, one adds the products."""
     products = Step(
         NAME,
-        _target(gpu),
+        gpu.target,
         config.macros(call),
         config.grid(call, gpu),
         config.threads,
         config.shared_bytes(call),
-        gpu.arch >= (9, 0),
+        gpu.overlaps,
         {
             "weight_stride": call.routed.weight_stride,
             "weight_row_stride": call.weight.layout.strides[0],
@@ -279,12 +267,12 @@ def combine_step(call: Call, config: ExpertsDown | None, gpu: Gpu) -> Step:
     """Return the step that adds the products of `config`, or of `grouped_mm` if it is None."""
     return Step(
         COMBINE,
-        _target(gpu),
+        gpu.target,
         combine_macros(call, config),
         (call.rows_of_x, ceil_div(call.out_features, _COMBINE_THREADS * _vector(call))),
         _COMBINE_THREADS,
         0,
-        gpu.arch >= (9, 0),
+        gpu.overlaps,
         {
             "id_bytes": call.routed.index_dtype.itemsize,
             "experts": call.routed.experts,
@@ -310,8 +298,10 @@ def library_steps(call: Call, gpu: Gpu) -> LibrarySteps:
     decode = None
     if not call.weight.format.is_dense:
         stack = replace(call.one, out_features=call.routed.experts * call.out_features)
-        decode = decode_weight.step(stack, gpu, _target(gpu))
-    order = group_tokens.order_step(call, gpu, _target(gpu)) if _orders(call) else None
+        decode = decode_weight.step(stack, gpu, gpu.target)
+    # `group_tokens` has one block, so torch sorts many rows faster.
+    orders = call.tokens <= MOST_ROWS and call.routed.experts <= group_tokens.MOST_EXPERTS
+    order = group_tokens.order_step(call, gpu, gpu.target) if orders else None
     return LibrarySteps(decode, order, combine_step(call, None, gpu))
 
 

@@ -56,7 +56,7 @@ def _step(call: Call, gpu: Gpu, target: str, macros: dict[str, int], item_rows: 
         (1, 1),
         32 * _WARPS,
         round_up(4 * (experts + 1) * (2 if call.routed.is_sorted else 2 + _WARPS), 16),
-        gpu.arch >= (9, 0),
+        gpu.overlaps,
         {
             "id_bytes": call.routed.index_dtype.itemsize,
             "experts": experts,

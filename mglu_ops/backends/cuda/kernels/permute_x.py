@@ -6,7 +6,7 @@ from ....call import Call
 from ....sizes import ceil_div, round_up
 from ..device import Gpu
 from ..launch import Step
-from .base import integers
+from .base import copy_step
 
 NAME = "permute_x"
 
@@ -22,15 +22,5 @@ def macros(block_tokens: int, sub: int) -> dict[str, int]:
 def step(call: Call, gpu: Gpu, target: str, block_tokens: int, sub: int) -> Step:
     """Return the step that writes the copy of x that a `tile_wgmma` with these settings reads."""
     elements = round_up(call.tokens, block_tokens) * round_up(call.in_features, 64 * sub)
-    return Step(
-        NAME,
-        target,
-        macros(block_tokens, sub),
-        (ceil_div(elements, BLOCK_ELEMENTS), 1),
-        256,
-        0,
-        gpu.arch >= (9, 0),
-        integers(call),
-        writes="x",
-        nbytes=2 * elements,
-    )
+    blocks = ceil_div(elements, BLOCK_ELEMENTS)
+    return copy_step(NAME, target, macros(block_tokens, sub), blocks, call, gpu, "x", 2 * elements)

@@ -9,12 +9,9 @@ from ....call import Call
 from ....sizes import round_up
 from ..device import Gpu
 from ..launch import Plan, Step
-from .base import ELEMENTS, LaunchConfig, integers
+from .base import ELEMENTS, LaunchConfig, copy_step
 
 NAME = "quantize_x"
-
-_THREADS = 256
-"""The threads of a block. A block rounds one token."""
 
 
 def macros(call: Call, block_tokens: int) -> dict[str, int]:
@@ -23,21 +20,10 @@ def macros(call: Call, block_tokens: int) -> dict[str, int]:
 
 
 def step(call: Call, gpu: Gpu, target: str, block_tokens: int) -> Step:
-    """The step that writes the copy, which later kernels read as x."""
+    """The step that writes the copy, which later kernels read as x. A block rounds one token."""
     rows = round_up(call.tokens, block_tokens) if block_tokens else call.tokens
     row_bytes = round_up(call.in_features, 128) + 4 if block_tokens else call.in_features * call.dtype.itemsize
-    return Step(
-        NAME,
-        target,
-        macros(call, block_tokens),
-        (rows, 1),
-        _THREADS,
-        0,
-        gpu.arch >= (9, 0),
-        integers(call),
-        writes="x",
-        nbytes=rows * row_bytes,
-    )
+    return copy_step(NAME, target, macros(call, block_tokens), rows, call, gpu, "x", rows * row_bytes)
 
 
 def as_read(config: LaunchConfig, call: Call) -> Call:

@@ -14,7 +14,7 @@ from ..device import Gpu
 from ..launch import Plan, Step
 from ..tensor_map import Matrix
 from . import group_tokens, permute_x, quantize_x, tile_wgmma
-from .base import integers, mask_alignment
+from .base import copy_step, integers, mask_alignment
 from .decode_mma import DecodeMma
 from .experts import MOST_TILES_OF_ONE_WAVE, ExpertLaunch, tiles_of_sm
 from .tile_wgmma import TileWgmma
@@ -122,19 +122,8 @@ class TileItems(ExpertLaunch):
             gathered = round_up(rows, _GATHERED_TOGETHER) * columns
             blocks, nbytes = ceil_div(gathered, permute_x.BLOCK_ELEMENTS), 2 * rows * columns
         read = replace(quantize_x.as_read(self.config, call.one), leading=(call.rows_of_x,))
-        return Step(
-            kernel,
-            self.config.target(gpu),
-            macros | _ITEMS,
-            (blocks, 1),
-            256,
-            0,
-            True,
-            integers(read) | {"tokens": rows},
-            items=self._item_integers(call),
-            writes="x",
-            nbytes=nbytes,
-        )
+        step = copy_step(kernel, self.config.target(gpu), macros | _ITEMS, blocks, read, gpu, "x", nbytes)
+        return replace(step, integers={**step.integers, "tokens": rows}, items=self._item_integers(call))
 
 
 _ITEMS = {"MGLU_ITEMS": 1}
@@ -197,12 +186,8 @@ def candidates(call: Call, gpu: Gpu) -> Iterator[TileWgmma]:
             as_it_is = launches(layer.n_masks, layer.weight.bits, False, shared)
             found += tuple(config for config in as_it_is if config.sparse)
     rows = layer.out_features
-    return (config for config in found if config.rows <= rows and _has_registers(config, layer))
-
-
-def _has_registers(config: TileWgmma, layer: Call) -> bool:
-    """True if the sums of a tile leave enough registers for its item."""
-    return config.sparse or sums_of(config, layer) <= MOST_SUMS
+    fitting = (config for config in found if config.sparse or sums_of(config, layer) <= MOST_SUMS)
+    return (config for config in fitting if config.rows <= rows)
 
 
 def sums_of(config: TileWgmma, layer: Call) -> int:

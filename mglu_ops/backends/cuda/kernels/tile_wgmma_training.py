@@ -60,7 +60,7 @@ class TrainingTile(TileWgmma):
         return self.padded_masks or super().loads_masks(call)
 
     def results(self, call: Call) -> dict[str, Matrix]:
-        widths = {"out": call.out_features, "partials": partials_of(call) * call.out_features}
+        widths = {"out": call.out_features, "partials": call.n_partials * call.out_features}
         return {
             name: Matrix(2, width, call.tokens, 2 * width, 64, self.box_tokens, swizzle=True)
             for name, width in widths.items()
@@ -78,13 +78,8 @@ class TrainingTile(TileWgmma):
             yield f"padded_masks: got rows of {call.masks.strides[0]} bytes, must be a multiple of 16"
         if call.out_features % 8:
             yield f"training needs out_features that are a multiple of 8, got {call.out_features}"
-        if partials_of(call) * call.out_features >= 2**31:
-            yield f"{partials_of(call)} partial derivatives of {call.out_features} features pass 32-bit coordinates"
-
-
-def partials_of(call: Call) -> int:
-    """The number of partial derivatives of an element of y: with respect to t, to each f_i and to each mask weight."""
-    return (1 if call.mask_weights_dtype is None else 2) * call.n_masks + 1
+        if call.n_partials * call.out_features >= 2**31:
+            yield f"{call.n_partials} partial derivatives of {call.out_features} features pass 32-bit coordinates"
 
 
 def training_choice(call: Call, gpu: Gpu) -> TrainingTile | None:

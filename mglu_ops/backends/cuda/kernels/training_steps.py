@@ -57,17 +57,10 @@ def flip_signs(weight: Tensor, packed_masks: Tensor, *, with_weight: bool = True
 def prepare_flip_signs(weight: Tensor, n_masks: int, *, with_weight: bool, parts: bool = False) -> Prepared:
     """Prepare a launch, which takes the addresses of `weight`, `packed_masks` and `out`; `out` is 16-byte aligned."""
     rows, integers = _rows_of_experts(weight)
-    macros = flip_signs_macros(n_masks, with_weight, _is_vector(weight), parts)
-    return _prepare("flip_signs", weight, macros, _warps(rows, weight.shape[-1]), integers)
-
-
-def flip_signs_macros(n_masks: int, with_weight: bool, vector: bool, parts: bool = False) -> dict[str, int]:
-    return {
-        "MGLU_N_MASKS": n_masks,
-        "MGLU_WITH_WEIGHT": int(with_weight),
-        "MGLU_VECTOR": int(vector),
-        "MGLU_PARTS": int(parts),
-    }
+    defines = macros(
+        MGLU_N_MASKS=n_masks, MGLU_WITH_WEIGHT=with_weight, MGLU_VECTOR=_is_vector(weight), MGLU_PARTS=parts
+    )
+    return _prepare("flip_signs", weight, defines, _warps(rows, weight.shape[-1]), integers)
 
 
 def _rows_of_experts(weight: Tensor) -> tuple[int, dict[str, int]]:
@@ -107,18 +100,15 @@ def partials(
     """
     tokens, n_products, columns = products.shape
     n_masks = n_products // 2 if parts else n_products - (total is None)
-    totals = () if total is None else (total,)
-    vector = _is_vector(products, partials, result, *totals)
-    mask_weights_dtype = None if mask_weights is None else mask_weights.dtype
-    macros = partials_macros(
-        partials.dtype,
-        products.dtype,
-        n_masks,
-        activation,
-        mask_weights_dtype,
-        vector,
-        None if total is None else total.dtype,
-        parts,
+    defines = macros(
+        MGLU_ELEMENT=partials.dtype,
+        MGLU_PRODUCTS=products.dtype,
+        MGLU_TOTAL=_dtype(total),
+        MGLU_PARTS=parts,
+        MGLU_N_MASKS=n_masks,
+        MGLU_ACTIVATION=ACTIVATIONS[activation].code,
+        MGLU_MASK_WEIGHTS=_dtype(mask_weights),
+        MGLU_VECTOR=_is_vector(products, partials, result, total),
     )
     mask_weight_strides = (0, 0) if mask_weights is None else mask_weights.stride()
     integers = {
@@ -132,31 +122,9 @@ def partials(
         "tokens": tokens,
         "columns": columns,
     }
-    launch = _prepare("partials", result, macros, _warps(tokens, columns, per_thread=4), integers)
+    launch = _prepare("partials", result, defines, _warps(tokens, columns, per_thread=4), integers)
     pointers = {"total": total, "products": products, "partials": partials, "mask_weights": mask_weights}
     _run(launch, result, **pointers, result=result)
-
-
-def partials_macros(
-    dtype: torch.dtype,
-    products_dtype: torch.dtype,
-    n_masks: int,
-    activation: str,
-    mask_weights_dtype: torch.dtype | None,
-    vector: bool,
-    total_dtype: torch.dtype | None = None,
-    parts: bool = False,
-) -> dict[str, int]:
-    return {
-        "MGLU_ELEMENT": ELEMENTS[dtype],
-        "MGLU_PRODUCTS": ELEMENTS[products_dtype],
-        "MGLU_TOTAL": _code(total_dtype),
-        "MGLU_PARTS": int(parts),
-        "MGLU_N_MASKS": n_masks,
-        "MGLU_ACTIVATION": ACTIVATIONS[activation].code,
-        "MGLU_MASK_WEIGHTS": _code(mask_weights_dtype),
-        "MGLU_VECTOR": int(vector),
-    }
 
 
 def scale(grad_output: Tensor, partials: Tensor) -> Tensor:
@@ -168,7 +136,9 @@ def scale(grad_output: Tensor, partials: Tensor) -> Tensor:
     """
     tokens, entries, columns = partials.shape
     out = partials.new_empty(tokens, entries, columns)
-    macros = scale_macros(partials.dtype, entries, _is_vector(grad_output, partials, out))
+    defines = macros(
+        MGLU_ELEMENT=partials.dtype, MGLU_ENTRIES=entries, MGLU_VECTOR=_is_vector(grad_output, partials, out)
+    )
     integers = {
         "grad_output_row_stride": grad_output.stride(0),
         "partials_row_stride": partials.stride(0),
@@ -176,13 +146,9 @@ def scale(grad_output: Tensor, partials: Tensor) -> Tensor:
         "tokens": tokens,
         "columns": columns,
     }
-    launch = _prepare("scale", out, macros, _warps(tokens, columns), integers)
+    launch = _prepare("scale", out, defines, _warps(tokens, columns), integers)
     _run(launch, out, grad_output=grad_output, partials=partials, out=out)
     return out
-
-
-def scale_macros(dtype: torch.dtype, entries: int, vector: bool) -> dict[str, int]:
-    return {"MGLU_ELEMENT": ELEMENTS[dtype], "MGLU_ENTRIES": entries, "MGLU_VECTOR": int(vector)}
 
 
 def weight_gradients(
@@ -229,35 +195,18 @@ def prepare_weight_gradients(
     Meta tensors stand for aligned tensors. The weight must not be a meta tensor.
     """
     n_masks, columns = products.shape[-3], products.shape[-1]
-    given = [tensor for tensor in (total, products, weight, grad_weight, grad_logits) if tensor is not None]
-    weight_dtype = None if grad_weight is None else grad_weight.dtype
-    logits_dtype = None if grad_logits is None else grad_logits.dtype
-    total_dtype = products.dtype if total is None else total.dtype
-    macros = weight_gradients_macros(
-        products.dtype, total_dtype, n_masks, weight_dtype, logits_dtype, _is_vector(*given)
+    defines = macros(
+        MGLU_ELEMENT=products.dtype,
+        MGLU_TOTAL=products.dtype if total is None else total.dtype,
+        MGLU_N_MASKS=n_masks,
+        MGLU_GRAD_WEIGHT=_dtype(grad_weight),
+        MGLU_GRAD_LOGITS=_dtype(grad_logits),
+        MGLU_VECTOR=_is_vector(total, products, weight, grad_weight, grad_logits),
     )
     rows, integers = _rows_of_experts(weight)
     integers["products_stride"] = products.stride(-3)
     integers["logits_stride"] = 0 if grad_logits is None else grad_logits.stride(-3)
-    return _prepare("weight_gradients", weight, macros, _warps(rows, columns), integers)
-
-
-def weight_gradients_macros(
-    dtype: torch.dtype,
-    total_dtype: torch.dtype,
-    n_masks: int,
-    weight_dtype: torch.dtype | None,
-    logits_dtype: torch.dtype | None,
-    vector: bool,
-) -> dict[str, int]:
-    return {
-        "MGLU_ELEMENT": ELEMENTS[dtype],
-        "MGLU_TOTAL": ELEMENTS[total_dtype],
-        "MGLU_N_MASKS": n_masks,
-        "MGLU_GRAD_WEIGHT": _code(weight_dtype),
-        "MGLU_GRAD_LOGITS": _code(logits_dtype),
-        "MGLU_VECTOR": int(vector),
-    }
+    return _prepare("weight_gradients", weight, defines, _warps(rows, columns), integers)
 
 
 def mask_weight_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
@@ -270,7 +219,8 @@ def mask_weight_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype
     """
     tokens, n_masks, columns = terms.shape
     out = terms.new_empty(tokens, n_masks, dtype=dtype)
-    macros = mask_weight_gradients_macros(terms.dtype, n_masks, dtype, _is_vector(grad_output, terms))
+    vector = _is_vector(grad_output, terms)
+    defines = macros(MGLU_ELEMENT=terms.dtype, MGLU_N_MASKS=n_masks, MGLU_MASK_WEIGHTS=dtype, MGLU_VECTOR=vector)
     integers = {
         "grad_output_row_stride": grad_output.stride(0),
         "terms_row_stride": terms.stride(0),
@@ -278,7 +228,7 @@ def mask_weight_gradients(grad_output: Tensor, terms: Tensor, dtype: torch.dtype
         "tokens": tokens,
         "columns": columns,
     }
-    launch = _prepare("mask_weight_gradients", out, macros, tokens * n_masks, integers)
+    launch = _prepare("mask_weight_gradients", out, defines, tokens * n_masks, integers)
     _run(launch, out, grad_output=grad_output, terms=terms, out=out)
     return out
 
@@ -294,24 +244,23 @@ def clear_rows(matrix: Tensor, ends: Tensor) -> None:
     vector = row_words % _OCTET == 0 and matrix.data_ptr() % 16 == 0
     blocks = min(matrix.shape[0] * row_words, _CLEARING_BLOCKS)
     integers = {"experts": ends.shape[0], "rows": matrix.shape[0], "row_words": row_words, "blocks": blocks}
-    macros = {"MGLU_VECTOR": int(vector)}
-    launch = _prepare("clear_rows", matrix, macros, blocks * _THREADS // 32, integers)
+    launch = _prepare("clear_rows", matrix, macros(MGLU_VECTOR=vector), blocks * _THREADS // 32, integers)
     _run(launch, matrix, ends=ends, out=matrix)
 
 
-def mask_weight_gradients_macros(
-    dtype: torch.dtype, n_masks: int, mask_weights_dtype: torch.dtype, vector: bool
-) -> dict[str, int]:
-    return {
-        "MGLU_ELEMENT": ELEMENTS[dtype],
-        "MGLU_N_MASKS": n_masks,
-        "MGLU_MASK_WEIGHTS": ELEMENTS[mask_weights_dtype],
-        "MGLU_VECTOR": int(vector),
-    }
+def macros(**values: torch.dtype | int | None) -> dict[str, int]:
+    """Return the macros of a kernel from numbers, and from dtypes or None in place of their codes."""
+    return {name: _code(value) for name, value in values.items()}
 
 
-def _code(dtype: torch.dtype | None) -> int:
-    return _NO_DTYPE if dtype is None else ELEMENTS[dtype]
+def _code(value: torch.dtype | int | None) -> int:
+    if isinstance(value, torch.dtype):
+        return ELEMENTS[value]
+    return _NO_DTYPE if value is None else int(value)
+
+
+def _dtype(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
 
 
 def _run(launch: Prepared, on: Tensor, **tensors: Tensor | None) -> None:
@@ -319,9 +268,11 @@ def _run(launch: Prepared, on: Tensor, **tensors: Tensor | None) -> None:
     launch(current_stream(on.device.index), addresses(**tensors))
 
 
-def _is_vector(*tensors: Tensor) -> bool:
-    """True if all rows can be read in whole 16-byte vectors."""
+def _is_vector(*tensors: Tensor | None) -> bool:
+    """True if all rows can be read in whole 16-byte vectors. None stands for no tensor."""
     for tensor in tensors:
+        if tensor is None:
+            continue
         if tensor.shape[-1] % _OCTET or tensor.data_ptr() % 16:
             return False
         if tensor.is_contiguous():
@@ -341,14 +292,10 @@ def _warps(rows: int, columns: int, per_thread: int = _OCTET) -> int:
 def _prepare(kernel: str, on: Tensor, macros: Mapping[str, int], warps: int, integers: Mapping[str, int]) -> Prepared:
     """Prepare a launch of `warps` warps on the device of `on`. `integers` fill the integers of the kernel's struct."""
     if warps == 0:
-        return _launch_nothing
+        return lambda stream, pointers: None
     return _launch(
         on.device.index, kernel, tuple(macros.items()), ceil_div(warps, _THREADS // 32), tuple(integers.items())
     )
-
-
-def _launch_nothing(stream: int, pointers: Mapping[str, int]) -> None:
-    """Do nothing, in place of a launch with an empty grid."""
 
 
 @lru_cache(maxsize=4096)
@@ -360,7 +307,6 @@ def _launch(
     integers: tuple[tuple[str, int], ...],
 ) -> Launch:
     """Compile and load the kernel on `device`, the current device, and prepare its launch."""
-    major, minor = gpu_of(device).arch
-    loaded = load_kernel(device, kernel, f"sm_{major}{minor}", dict(macros))
+    loaded = load_kernel(device, kernel, gpu_of(device).target, dict(macros))
     fields = parameters(f"{kernel}.cu")
     return Launch(loaded, (blocks, 1), _THREADS, 0, overlap=False, parameters=fields, integers=dict(integers))
