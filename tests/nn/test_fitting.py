@@ -63,3 +63,21 @@ def test_the_down_projection_is_the_best_of_all(monkeypatch):
     down = fitting.solve_down(fit, made)
     z = sum(F.silu(F.linear(made.x, fit.weight * m)) * F.linear(made.x, fit.weight * ~m) for m in fit.masks)
     torch.testing.assert_close(down.T, torch.linalg.lstsq(z, made.y).solution, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_products_of_joint_run_in_tf32_and_the_setting_of_the_caller_stays(precision, monkeypatch):
+    rows, made = layer()
+    seen, step = set(), torch.optim.Adam.step
+    monkeypatch.setattr(fitting, "ADAM_STEPS", 2)
+    monkeypatch.setattr(
+        torch.optim.Adam, "step", lambda self: (seen.add(torch.backends.cuda.matmul.fp32_precision), step(self))
+    )
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        fitting.joint(Fit(rows.gate, torch.rand(1, D, H) > 0.5, rows.down), made)
+        assert torch.get_float32_matmul_precision() == precision
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert seen == {"tf32"}
