@@ -25,7 +25,7 @@ from .evaluate import Evaluation
 from .memory import Memory, Surroundings
 from .near_misses import find_near_misses
 from .prepare import inline_no_grad, record_examples, recorded_bodies
-from .proof import Layer, check, spelled
+from .proof import Layer, check, check_products, spelled
 from .recognise import Recogniser
 from .report import FusionReport, SiteReport, layers_present, line, report_at
 from .rewrite import Replacement, replacement, rewrite
@@ -178,7 +178,9 @@ def _fuse_site(
     if site.root in replaced:
         return True, []
     try:
-        replaced[site.root] = replacement(recogniser, check(recogniser, site, assume_binary))
+        layer = check(recogniser, site, assume_binary)
+        check_products(recogniser, layer)
+        replaced[site.root] = replacement(recogniser, layer)
         return True, []
     except Refusal as refusal:
         parts = [_fuse_site(recogniser, part, assume_binary, replaced) for part in parts_of(recogniser, site)]

@@ -27,7 +27,7 @@ from .recognise import Recogniser
 from .report import line
 from .shapes import dtype_of, equal_sizes, holds_experts, is_given, requires_grad, slice_of, tensor_example
 from .sites import Refusal, Site, interior
-from .values import Mask, MaskWeight, Term, scale_of, unscaled
+from .values import Bundle, Interleaved, Mask, MaskWeight, Projection, Term, scale_of, unscaled
 from .view import overwritten
 from .weight_formats import StoredWeight, is_decoded, stored_weight
 
@@ -154,6 +154,30 @@ class _Reasons:
 def _check_number(site: Site) -> None:
     if len(site.terms) > MAX_MASKS:
         raise Refusal(f"the sum has {len(site.terms)} masks; the operator takes at most {MAX_MASKS}")
+
+
+def check_products(recogniser: Recogniser, layer: Layer) -> None:
+    """Check that the operator computes no more products than the program, whose terms may read the same ones.
+
+    Raises:
+        Refusal: it would compute more.
+    """
+    count = 0
+    for node in layer.interior:
+        if not any(_projections(recogniser.value(operand)) for operand in node.all_input_nodes):
+            count += _projections(recogniser.value(node))
+    if count <= len(layer.masks):
+        raise Refusal(
+            f"several terms read the same products: the program computes {count}, and the operator would compute "
+            f"{len(layer.masks) + 1}"
+        )
+
+
+def _projections(value: object) -> int:
+    """The number of projections in the value of a node."""
+    if isinstance(value, (Bundle, Interleaved)):
+        return sum(map(_projections, value.items))
+    return int(isinstance(value, Projection))
 
 
 # --- One x and one weight --------------------------------------------------------------------------------------------

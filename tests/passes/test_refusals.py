@@ -163,6 +163,10 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "the gate g goes through g inv(": (f"{FOUR_TIMES_SILU} + torch.tanh(g)) * linear(x, w * ~b[0])",),
     "reads a product": (f"{FOUR_TIMES_SILU} + torch.tanh(torch.tanh(g))) * linear(x, w * ~b[0])",),
     # Other users
+    "the program computes 2, and the operator would compute 3": (
+        "g, v = linear(x, w * b[0]), linear(x, w * ~b[0]); term(g, v) + term(v, g)",
+        "g, v = linear(x, w * b[0]), linear(x, w * ~b[0]); term(g, v) + 0.5 * term(g, v)",
+    ),
     "is also used by": (
         "gate = linear(x, w * b[0]); (silu(gate) * linear(x, w * ~b[0]), gate)",
         "activated = silu(linear(x, w * b[0])); activated * linear(x, w * ~b[0]) + activated.mean()",
