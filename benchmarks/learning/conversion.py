@@ -78,7 +78,7 @@ def fit_model(
 
 
 def fit_mixture(own: Mixture, teacher: Mixture, x: Tensor) -> dict[str, float]:
-    """Fit the experts of a mixture to those of its teacher, and copy the router. Return the mean errors of experts."""
+    """Fit a mixture's experts to its teacher's experts, and copy the router. Return the mean errors of experts."""
     assert isinstance(own.projection, MGLUExperts)
     assert isinstance(teacher.projection, GLUExperts)
     assert teacher.projection.up_proj is not None

@@ -273,8 +273,8 @@ def in_tf32() -> Iterator[None]:
 def joint(fit: Fit, sample: Sample) -> Fit:
     """Train W and the down projection on `E |y' - y|^2` with Adam. The rate warms up, then falls with a cosine to 0.
 
-    Of all steps, this one takes longest. On an H200, fits in TF32 ended at the same errors as in float32, and took a
-    fifth of the time.
+    Of all steps, this one takes longest. On an H200, a fit of 8192 neurons and random hidden states of 2048 elements
+    had the same errors with all products in TF32 as in float32, and took a fifth of the time.
     """
     generator = torch.Generator(sample.x.device).manual_seed(0)
     weight, down = (one.clone().requires_grad_() for one in (fit.weight, fit.down))
