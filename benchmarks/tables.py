@@ -471,3 +471,25 @@ def train_model(rows: pd.DataFrame) -> Iterator[str]:
             head.append(f"{ours} over {theirs}")
         lines = pd.concat(cells, axis="columns").set_axis(head, axis="columns")
         yield f"{case}, {tokens} tokens a step, {layer}\n\n{grid('n_m', lines)}"
+
+
+@table("fsdp")
+def fsdp(rows: pd.DataFrame) -> Iterator[str]:
+    """A training step of models that FSDP2 divides: tokens a second, peak memory, and what communication adds.
+
+    "alone" is the same forward and backward pass of the whole model on each GPU, without communication.
+    """
+    for (case, sequences), here in rows.groupby(["case", "sequences"], sort=False):
+        line = here.set_index(here.n_masks.map(lambda n_masks: f"SwiMGLU, n_m = {n_masks}" if n_masks else "SwiGLU"))
+        rate = line.tokens_per_second
+        gain = ", " + (rate / rate["SwiGLU"]).map(speedup)
+        backward, alone, kernels = (line[f"{of}_us"] / 1000 for of in ("backward", "alone", "communication"))
+        cells = {
+            "tokens a second": rate.map(whole) + gain.where(line.n_masks > 0, ""),
+            "GB": (line.peak_mb / 1000).map(form("{:.1f}")),
+            "forward and backward, ms": backward.map(whole),
+            "alone, ms": alone.map(whole),
+            "difference, ms": (backward - alone).map(whole),
+            "kernels of communication, ms": kernels.map(whole),
+        }
+        yield grid(f"{case}, {many(sequences, 'sequence')} a GPU", cells)
