@@ -198,6 +198,11 @@ def repeats(results: Path) -> str:
     return grid("layer", pd.DataFrame(cells).set_axis(first.recipe.map(label)))
 
 
+def same_text(one: Recipe) -> Recipe:
+    """SwiGLU trained on with the text of a converted model."""
+    return replace(one.teacher, start="teacher", skip=one.skip, megabytes=one.megabytes, lr=one.lr)
+
+
 def conversions(results: Path) -> str:
     """The paired differences of converted models to SwiGLU trained on with the same text, and their bytes of a token.
 
@@ -207,11 +212,11 @@ def conversions(results: Path) -> str:
     found, lines = runs(results, "pinned"), dict[str, dict[str, str]]()
     loads, losses = found.groupby("recipe", sort=False).load.first(), losses_of(found)
     for one, own in losses.items():
-        same_text = replace(one.teacher, start="teacher", skip=one.skip, megabytes=one.megabytes, lr=one.lr)
-        if one.layer == "glu" or same_text not in losses or (of := difference(own, losses[same_text])) is None:
+        base = same_text(one)
+        if one.layer == "glu" or base not in losses or (of := difference(own, losses[base])) is None:
             continue
         row = lines.setdefault(label(replace(one, megabytes=Recipe.megabytes)), {})
-        row[f"bytes to SwiGLU, {one.size}"] = f"{loads[one] / loads[same_text]:.2f}"
+        row[f"bytes to SwiGLU, {one.size}"] = f"{loads[one] / loads[base]:.2f}"
         row[f"{one.size}, {one.megabytes / one.skip:.1%} of the text"] = of.text(4) if of.is_noise else f"**{of}**"
     if not lines:
         raise FileNotFoundError(f"{results}: no such result: conversions of SwiGLU, and SwiGLU trained on")

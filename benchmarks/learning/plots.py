@@ -1,8 +1,10 @@
-"""Plots of the training runs with the corpus `python`."""
+"""Plots of the training runs with the corpora `python` and `pinned`."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,8 +13,9 @@ import pandas as pd
 
 from benchmarks import plots
 from benchmarks.frames import many
-from benchmarks.learning.comparisons import ERRORS, Study, losses_of
-from benchmarks.learning.experiments import BEST, LARGER, PAPER, SLOW, SWIGLU, masks
+from benchmarks.learning.comparisons import ERRORS, Difference, Study, difference, losses_of, same_text
+from benchmarks.learning.experiments import BEST, DISTILLED, LARGER, PAPER, SLOW, STRUCTURE, SWIGLU, converted, masks
+from benchmarks.learning.gather import RESULTS
 from benchmarks.learning.recipe import Recipe
 from benchmarks.learning.tables import by_recipe, is_leveled, runs
 
@@ -81,11 +84,41 @@ def frontier(points: pd.DataFrame, cost: str) -> pd.DataFrame:
     return points[points.loss < points.loss.cummin().shift(fill_value=math.inf)]
 
 
+PAIRED = {
+    "SwiGLU": (STRUCTURE[0], FAMILIES["GLU, any gate"]),
+    "1 mask": (STRUCTURE[1], FAMILIES["1 mask, any gate"]),
+    "1 mask, 2:4": (STRUCTURE[2], plots.BY_MASKS[2]._replace(marker="v")),
+    "2:4 SwiGLU": (STRUCTURE[3], plots.SWIGLU._replace(marker="v")),
+    "ReLU squared": (STRUCTURE[5], FAMILIES["ReLU squared"]),
+    "1 mask, converted": (converted(**DISTILLED), plots.BY_MASKS[4]._replace(marker="*")),
+}
+"""Layer in the plot of paired runs -> its recipe at 25M, and its style."""
+
+
+def paired_points(results: Path, size: str) -> Iterator[tuple[str, float, Difference]]:
+    """Yield the layers of PAIRED in models of a size: name, MB read per token, and the difference of loss to SwiGLU.
+
+    A converted model is compared with SwiGLU trained on with the same text.
+    """
+    found = runs(results, "pinned")
+    loads, losses = found.groupby("recipe", sort=False).load.first(), losses_of(found)
+    for name, (recipe, _) in PAIRED.items():
+        one = replace(recipe, size=size)
+        base = replace(STRUCTURE[0], size=size) if one.start is None else same_text(one)
+        if one in losses and base in losses and (of := difference(losses[one], losses[base])) is not None:
+            yield name, loads[one], of
+
+
 def pareto(results: Path) -> Figure:
-    """The held-out loss by bytes read per token and by training operations, with the best layer for each cost."""
-    figure, panels = plots.figure_of(4, 3.0, sharex=False, columns=2)
+    """The held-out loss by bytes read per token and by training operations, with the best layer for each cost.
+
+    With runs on `pinned`, two more panels have the paired differences to SwiGLU by bytes.
+    """
+    sizes = "25M", "90M"
+    has_pairs = (results / RESULTS.name / "pinned_runs.csv").is_file()
+    figure, panels = plots.figure_of(6 if has_pairs else 4, 3.0, sharex=False, columns=2)
     costs = {"megabytes": "MB read a token", "pflop": "PFLOP of training"}
-    for axes, (cost, size) in zip(panels, product(costs, ("25M", "90M")), strict=True):
+    for axes, (cost, size) in zip(panels[:4], product(costs, sizes), strict=True):
         points = pareto_points(results, size)
         for name, style in FAMILIES.items():
             own = points[points.family == name]
@@ -95,7 +128,13 @@ def pareto(results: Path) -> Figure:
         best = frontier(points, cost)
         axes.step(best[cost], best.loss, where="post", label="lowest loss at no higher cost", **plots.THIN)
         axes.set(title=f"{size} weights with SwiGLU", xlabel=costs[cost], ylabel="held out, nats a byte")
-    plots.draw_legend(figure, panels[0])
+    for axes, size in zip(panels[4:], sizes if has_pairs else (), strict=True):
+        for name, load, of in paired_points(results, size):
+            style = PAIRED[name][1]
+            axes.errorbar(load, of.mean, of.noise, fmt=style.marker, color=style.color, elinewidth=0.4, label=name)
+        axes.axhline(0, **plots.THIN)
+        axes.set(title=f"{size}, paired runs", xlabel=costs["megabytes"], ylabel="nats a byte behind SwiGLU")
+    plots.draw_legend(figure, *panels[::4])
     return figure
 
 

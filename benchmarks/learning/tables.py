@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from benchmarks.frames import form, grid, many, markdown
@@ -37,16 +38,20 @@ def runs(results: Path, corpus: str = "python") -> pd.DataFrame:
 
     The frame has the columns of the table and four more. `recipe` is the recipe with seed 0, and `seed` is its seed.
     `load` is the megabytes that decoding a token reads: all weights in 16 bits and the masks, without experts that the
-    token does not use. `ms` is the time of a training step in milliseconds, if it was measured.
+    token does not use, and 2:4 SwiGLU's with 9 bits a weight: half of them in 16 bits, each with its place in 2 bits.
+    `ms` is the time of a training step in milliseconds, if it was measured.
     """
     found, costs = read(results / RESULTS.name / f"{corpus}_runs.csv"), results / f"{cost.NAME}.csv"
     ms = {row["name"]: float(row["ms"]) for row in read_table(costs)[1]} if costs.is_file() else {}
     recipes = [recipe_of(row) for row in found.to_dict("records")]
     active = found["recipe.active"] / found["recipe.experts"]
+    pruned = [one.layer == "glu" and one.structure == "2:4" for one in recipes]
+    gated = [2 * one.sizes.layers * one.sizes.hidden * one.sizes.intermediate for one in recipes]
+    weights = 2 * (found.weights - found.idle_weights) - (2 - 9 / 8) * np.multiply(pruned, gated)
     return found.assign(
         recipe=[replace(recipe, seed=0) for recipe in recipes],
         seed=found["recipe.seed"],
-        load=(2 * (found.weights - found.idle_weights) + found.mask_bits * active / 8) / 1e6,
+        load=(weights + found.mask_bits * active / 8) / 1e6,
         ms=[ms.get(cost.layer_of(recipe).name) for recipe in recipes],
     ).astype({"ms": float})
 

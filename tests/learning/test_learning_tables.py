@@ -193,6 +193,34 @@ def test_the_pareto_plot_has_layers_to_choose_and_the_best_for_each_cost(tmp_pat
     assert points.noise.iloc[0] == pytest.approx(2 * (squares / 3 / 2) ** 0.5)
 
 
+def test_the_pareto_plot_compares_paired_runs(tmp_path):
+    """A converted model is compared with SwiGLU trained on, and 2:4 SwiGLU is read in 9 bits a weight."""
+    pytest.importorskip("matplotlib", reason="the plots need matplotlib")
+    from benchmarks.learning import plots
+
+    converted = experiments.converted(**experiments.DISTILLED)
+    swiglu, _, _, pruned, *_ = experiments.STRUCTURE
+    trained_on = comparisons.same_text(converted)
+    losses = {swiglu: (0.7, 0.8), pruned: (0.7, 0.7), trained_on: (0.60, 0.70), converted: (0.61, 0.73)}
+    for one, of in losses.items():
+        for seed, loss in enumerate(of):
+            finished(tmp_path, replace(one, seed=seed), loss, "pinned")
+    finished(tmp_path, experiments.SWIGLU, 0.73)
+    results = tabled(tmp_path)
+    assert len(plots.pareto(results).axes) == 4
+    tabled(tmp_path, "pinned")
+    assert len(plots.pareto(results).axes) == 6
+    points = {name: (load, of.mean) for name, load, of in plots.paired_points(results, "25M")}
+    sizes = swiglu.sizes
+    saved = 2 * sizes.layers * sizes.hidden * sizes.intermediate * (16 - 9) / 8 / 1e6
+    assert points == {
+        "SwiGLU": (41, 0),
+        "2:4 SwiGLU": (pytest.approx(41 - saved), pytest.approx(-0.05)),
+        "1 mask, converted": (41, pytest.approx(0.02)),
+    }
+    assert not list(plots.paired_points(results, "90M"))
+
+
 def test_claims_and_comparisons_are_about_layers_that_are_trained():
     corpora = {"python": experiments.USUAL, "texts": ["text"], "pinned": ["structure", "conversion"]}
     asked = comparisons.COMPARISONS
