@@ -292,6 +292,10 @@ MEMORY = tuple(
 """Optimizers of mask logits that keep fewer bytes for a logit than AdamW."""
 
 
+LONG = tuple(replace(one, size="300M", megabytes=1000.0, paired=True) for one in (BEST[1], SWIGLU))
+"""One mask and SwiGLU with more text than in all other runs. With an H200 for itself, a run takes 20 to 25 minutes."""
+
+
 EXPERIMENTS: dict[str, list[Recipe]] = {
     # A search for the learning rate of the other experiments.
     "rates": seeds([replace(one, lr=lr) for lr in (1e-3, 3e-4, 3e-3) for one in (SWIGLU, PAPER)], SEEDS[:2]),
@@ -463,11 +467,13 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
     ],
     # The memory of masks in training, and the loss that saving it costs.
     "memory": seeds(MEMORY),
+    # A long run, on the corpus `long`.
+    "long": seeds(LONG, SEEDS[:1]),
 }
 """Name of an experiment -> its runs. A run in several experiments on the same text is trained once."""
-USUAL = [name for name in EXPERIMENTS if name not in ("text", "structure", "averaged", "conversion", "memory")]
-"""The experiments that read the corpus `python`; `text` reads `texts`, `averaged` reads `pinned_whole`, and the other
-three read `pinned`."""
+USUAL = [name for name in EXPERIMENTS if name not in ("text", "structure", "averaged", "conversion", "memory", "long")]
+"""The experiments that read the corpus `python`. `text` reads `texts`, `averaged` reads `pinned_whole`, `long` reads
+`long`, and the other three read `pinned`."""
 
 
 def chosen(names: Iterable[str]) -> list[Recipe]:

@@ -12,8 +12,9 @@ from benchmarks.learning.corpus import Corpus
 from benchmarks.learning.recipe import CONTEXT, SEQUENCES
 
 WARM_UP = 0.1
-EVALUATIONS = 6
-"""Points of a learning curve. Evaluating 2 MB of held-out text at each point takes 7% of a short run's time."""
+EVALUATIONS, MOST_STEPS = 6, 1000
+"""The least number of points of a learning curve, and the most steps between two points. Evaluating 2 MB of held-out
+text at each point takes 7% of a short run's time."""
 MOST_TOKENS = 2_500_000
 """All points of a curve except the last evaluate about this many held-out tokens of each kind of text. In longer texts,
 they evaluate batches that are spread evenly."""
@@ -78,4 +79,5 @@ def rate(step: int, steps: int, last: float) -> float:
 
 def points(steps: int) -> list[int]:
     """The numbers of steps after which the learning curve has a point."""
-    return sorted({max(1, round(steps * i / EVALUATIONS)) for i in range(1, EVALUATIONS + 1)})
+    count = max(EVALUATIONS, steps // MOST_STEPS)
+    return sorted({max(1, round(steps * i / count)) for i in range(1, count + 1)})

@@ -106,8 +106,8 @@ def test_a_seed_that_diverged_is_not_left_out_of_a_mean(tmp_path):
 
 @pytest.mark.parametrize(
     "corpus",
-    [experiments.USUAL, ["text"], ["structure", "conversion"], ["averaged"]],
-    ids=("python", "texts", "pinned", "pinned_whole"),
+    [experiments.USUAL, ["text"], ["structure", "conversion"], ["averaged"], ["long"]],
+    ids=("python", "texts", "pinned", "pinned_whole", "long"),
 )
 def test_layers_of_a_corpus_have_names_of_their_own(corpus):
     layers = {replace(one, seed=0) for one in experiments.chosen(corpus)}
