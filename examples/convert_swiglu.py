@@ -3,9 +3,9 @@
     python examples/convert_swiglu.py
 
 The SwiGLU model, the teacher, is a small Llama, which is trained first on Python's source files. `convert` fits each
-MGLU layer to a layer of the teacher. The converted model then trains on the text and on the teacher's predictions. For
-comparison, a copy of the teacher trains on for as many steps, since more training alone lowers the loss. The example
-takes about two minutes on 2 CPU cores. In a clone, `pip install ".[transformers]"` installs what it needs.
+MGLU layer to a layer of the teacher. Its masks are then packed, and the weights train on the text and on the teacher's
+predictions. For comparison, a copy of the teacher trains on for as many steps, since more training alone lowers the
+loss. The example takes about two minutes on 2 CPU cores. In a clone, `pip install ".[transformers]"` installs what it needs.
 
 The errors of a teacher this small and this briefly trained are smaller than those of a larger one, so do not expect
 them of your own model. benchmarks/learning/README.md has the figures of a model of 25M weights.
@@ -51,7 +51,7 @@ def main() -> None:
     model, errors = (conversion := convert(teacher, batches, options.n_masks, tokens=options.tokens))
     print(f"conversion: {len(errors)} layers took {time.perf_counter() - start:.1f} s; their errors after each step:")
     print(conversion.table())
-    report("converted", model, held_out)
+    report("converted", freeze(model), held_out)  # later training would not change fitted masks
 
     def text_and_predictions(model: Any, batch: Tensor) -> Tensor:
         result = model(batch, labels=batch)
@@ -65,8 +65,8 @@ def main() -> None:
     report("teacher trained on", trained_on, held_out)
     train("converted model", model, text_and_predictions, text, more, lr=3e-4)
     report("converted and trained", model, held_out)
-    save(freeze(model), options.output)
-    print(f"packed the masks and saved {options.output}/, which vLLM serves:\n    vllm serve {options.output}")
+    save(model, options.output)
+    print(f"saved {options.output}/, which vLLM serves:\n    vllm serve {options.output}")
 
 
 def loss_of_text(model: Any, batch: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def batch_of(tokens: Tensor) -> Tensor:
 
 def train(name: str, model: Any, loss_of: Loss, tokens: Tensor, steps: int, lr: float) -> None:
     """Train a model with AdamW and a learning rate that falls linearly to 0."""
-    optimizer = torch.optim.AdamW(parameter_groups(model, lr=lr, mask_lr=0.3 * lr, weight_decay=0.1))
+    optimizer = torch.optim.AdamW(parameter_groups(model, lr=lr, weight_decay=0.1))
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
     model.train()
     start = time.perf_counter()
