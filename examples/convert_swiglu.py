@@ -5,8 +5,7 @@
 The SwiGLU model, the teacher, is a small Llama, which is trained first on Python's source files. `convert` fits each
 MGLU layer to a layer of the teacher. Its masks are then packed, and the weights train on the text and on the teacher's
 predictions. For comparison, a copy of the teacher trains on for as many steps, since more training alone lowers the
-loss. The example takes about two minutes on 2 CPU cores. In a clone, `pip install ".[transformers]"` installs what it
-needs.
+loss. The example takes about two minutes on 2 CPU cores. It needs `pip install ".[transformers]"` in a clone.
 
 The errors of a teacher this small and this briefly trained are smaller than those of a larger one, so do not expect
 them of your own model. benchmarks/learning/README.md has the figures of a model of 25M weights.
