@@ -112,8 +112,9 @@ def summary(name: str, results: Path) -> str:
 
 # --- The table of jobs ------------------------------------------------------------------------------------------------
 
-SERVED, FP8 = "model == 'Llama-3.1 8B' and work == 'decode'", "variant.str.contains('fp8')"
-LAYER, MIXED = "layer == '8192 x 2048'", "case == 'Qwen3-30B-A3B, balanced'"
+SERVED, FP8 = "model == '{}' and work == '{}'", "variant.str.contains('fp8')"
+SMALL, MIXED, LARGE = "Llama-3.1 8B", "Qwen3-30B-A3B", "Mixtral 8x7B"
+LAYER = "layer == '8192 x 2048'"
 
 
 def jobs(results: Path) -> str:
@@ -137,33 +138,34 @@ def jobs(results: Path) -> str:
     one, four = (difference(texts[recipe], texts[swiglu], noise) for recipe in masked)
     engine = load(results, "serve").attrs
     where = f"{engine['device'].split()[1]}, vLLM {engine['vllm']}"
-    bfloat16, fp8 = (
-        gain("serve", f"{SERVED} and {is_fp8}", 1, 8, 32, ours="SwiMGLU") for is_fp8 in (f"not {FP8}", FP8)
-    )
+
+    def served(model: str, *tokens: int, work: str = "decode", is_fp8: str = f"not {FP8}") -> str:
+        return gain("serve", f"{SERVED.format(model, work)} and {is_fp8}", *tokens, ours="SwiMGLU")
+
     on_cpus = (gain(name, "dtype == 'bfloat16'", 1) for name in ("cpu_one_token", "cpu_one_token_xeon"))
     steps = [gain("train_model", "case == 'Llama-3.2 1B, autocast'", 8192, ours="fused", n_masks=n) for n in (1, 4)]
     prompts = [gain("routes", LAYER, 8192, n_masks=n) for n in (1, 4)]
-    prompt = gain("serve", f"model == 'Llama-3.1 8B' and work == 'prompts' and not {FP8}", 8192, ours="SwiMGLU")
-    experts = gain("experts_layer", MIXED, 1, 32, 256)
+    mixed, large = (served(model, 1, 32, 256) for model in (MIXED, LARGE))
+    prompt, mixed_prompt = (served(model, 8192, work="prompts") for model in (SMALL, MIXED))
     return markdown(
         ("job", "take", "gain over SwiGLU", "cost"),
         [
             [
                 "[Serve an 8B model](mglu_ops/vllm/README.md), 1, 8 and 32 sequences",
                 "`SwiMGLU`, 1 mask, leveled, bfloat16",
-                f"{bfloat16} ({where})",
+                f"{served(SMALL, 1, 8, 32)} ({where})",
                 "quality: no run of this size; as under 'Train'",
             ],
             [
                 "the same [in fp8](mglu_ops/weight_formats.md)",
                 "then `mglu_ops.quantize(model, 'fp8_row')`",
-                f"{fp8} over SwiGLU in vLLM's fp8",
+                f"{served(SMALL, 1, 8, 32, is_fp8=FP8)} over SwiGLU in vLLM's fp8",
                 "weights are rounded to 8 bits",
             ],
             [
-                "[Serve a mixture of experts](mglu_ops/experts.md), 1, 32 and 256 tokens",
+                "[Serve a mixture of experts](mglu_ops/experts.md), 1, 32 and 256 sequences",
                 "`MGLUExpertsFeedForward`, 1 mask, leveled",
-                f"{experts} (experts of Qwen3-30B-A3B, H200)",
+                f"{mixed} ({MIXED}); {large} ({LARGE}; H200, vLLM)",
                 f"loss {mixture} (8 experts, 25M active weights)",
             ],
             [
@@ -194,7 +196,8 @@ def jobs(results: Path) -> str:
             [
                 "[Prompts and large batches](benchmarks/README.md)",
                 "SwiGLU, or 1 mask",
-                f"{prompts[0]} (a layer, 8192 tokens, H200); {prompt} (8 prompts of 1024, 8B, vLLM)",
+                f"{prompts[0]} (a layer, 8192 tokens, H200); {prompt} (8 prompts of 1024, 8B, vLLM), "
+                f"{mixed_prompt} ({MIXED})",
                 f"4 masks: **{prompts[1]}**",
             ],
         ],
