@@ -148,6 +148,10 @@ def test_activation_formats_that_do_not_fit_are_refused() -> None:
     for make in (MGLU, MGLUFeedForward, NaiveMGLU):
         with pytest.raises(ValueError, match=words.format("dense")):
             make(16, 16, activation_format="fp8_token")
+        layer = make(16, 16)
+        getattr(layer, "mglu", layer).activation_format = "fp8_token"
+        with pytest.raises(ValueError, match=words.format("dense")):
+            layer(torch.randn(3, 16))
     with pytest.raises(ValueError, match="activation_format: got 'fp8', must be one of dense, fp8_token"):
         quantize(frozen(), "fp8_row", activation_format="fp8")
 
