@@ -279,7 +279,7 @@ class ExpertsDown(_Stack):
         for name, tensor in (("expert_ids", expert_ids), ("expert_weights", expert_weights)):
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{name}: got {type(tensor).__name__}, must be a tensor")
-        if self.weight_format != "dense" and not torch.compiler.is_compiling():
+        if self.weight_format != "dense":
             self.check_pair()
         weight, scale = self.on_rank(self.weight), self.on_rank(self.weight_scale)
         return ops.experts_down(y, weight, expert_ids, expert_weights, scale, self.weight_format)

@@ -161,7 +161,7 @@ class MaskedLinear(StoredLinear):
         check_x(x, weight, self.in_features, takes_dtype=is_dense)  # if not is_dense, the operator checks x's dtype
         if self.router is not None and not is_dense:
             check_x(x, weight_of_linear(self.router), None)
-        if self.weight_format != "dense" and not torch.compiler.is_compiling():
+        if self.weight_format != "dense":
             self.check_pair()
 
     def mask_weights(self, x: Tensor) -> Tensor | None:
