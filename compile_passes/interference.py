@@ -80,8 +80,8 @@ def _check_modes(recogniser: Recogniser, root: Node, interior: Sequence[Node], r
     for node in (root, *reads):
         if view.modes(node).transforms:
             raise Refusal(
-                f"`{node.name}` is computed inside of a functorch transform (torch.func.grad, vmap or jvp), which the "
-                "operator would have to know"
+                f"`{node.name}` is computed inside of a functorch transform (torch.func.grad, vmap or jvp), and the "
+                "operator would run inside of it too; a layer outside of transforms is fused"
             )
     for node in interior:
         modes = view.modes(node)

@@ -21,7 +21,10 @@ from .weights import rounds_once, swaps_last_two
 # --- Products of x and a weight --------------------------------------------------------------------------------------
 
 
-BIAS = "the projection adds a bias, which MGLU does not have; add it after the product"
+BIAS = (
+    "the projection adds a bias to the gate or to the value, where the operator has none; a bias that is added to "
+    "act(gate) * value is fused, but it makes another model"
+)
 
 
 @rule("linear", "inner", "matmul", "addmm", "grouped_mm")

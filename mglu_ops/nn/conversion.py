@@ -223,7 +223,8 @@ def _activation(module: nn.Module, linears: dict[str, nn.Linear], where: str) ->
     Raises:
         TypeError: the layer does not compute `down(act(gate(x)) * up(x))`.
     """
-    *_, (down_name, down) = linears.items()
+    *names, down_name = linears
+    down = linears[down_name]
     gate, up = known_values(down.in_features, down.weight.device)
     size = 1, gate.shape[1], down.out_features
     x = torch.linspace(-1, 1, math.prod(size), dtype=gate.dtype, device=gate.device).view(size)
@@ -231,7 +232,8 @@ def _activation(module: nn.Module, linears: dict[str, nn.Linear], where: str) ->
     stand_ins = {name: _StandIn(linear, y) for (name, linear), y in zip(linears.items(), results, strict=True)}
     others = {name: child for name, child in module._modules.items() if name not in linears}
     inside = "".join(f", {name} {child}" for name, child in others.items())
-    computed = f"{down_name}(act(gate) * up)"
+    gate_name, up_name = names if len(names) == 2 else ("gate", "up")
+    computed = f"{down_name}(act({gate_name}) * {up_name})"
     try:
         trial = copy.deepcopy(module, {id(linear): stand_ins[name] for name, linear in linears.items()})
         trial.train()  # in training mode, dropout changes the result, so a layer with dropout is refused

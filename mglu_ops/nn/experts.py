@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from .. import ops
 from ..given import as_rows
 from ..routing import SortedRows
-from .arguments import check_dtype, check_flags, check_int, check_options, check_sizes, check_x, weight_of_linear
+from .arguments import (
+    check_dtype,
+    check_flags,
+    check_int,
+    check_masks,
+    check_options,
+    check_sizes,
+    check_x,
+    weight_of_linear,
+)
 from .feed_forward import FeedForwardOptions
 from .masked_linear import MaskedLinear, UnroutedOptions
 from .mglu import MGLU
@@ -270,7 +279,7 @@ class ExpertsDown(_Stack):
         for name, tensor in (("expert_ids", expert_ids), ("expert_weights", expert_weights)):
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"{name}: got {type(tensor).__name__}, must be a tensor")
-        if self.weight_format != "dense" and not torch.compiler.is_compiling():
+        if self.weight_format != "dense":
             self.check_pair()
         weight, scale = self.on_rank(self.weight), self.on_rank(self.weight_scale)
         return ops.experts_down(y, weight, expert_ids, expert_weights, scale, self.weight_format)
@@ -312,8 +321,8 @@ class MGLUExpertsFeedForward(OnRank, nn.Module):
         top_k: number of experts of a token, 1 to num_experts.
         norm_topk_prob: divide the weights of a token's experts by their sum.
         mask_top_k: number of masks that a token keeps, `top_k` of `MGLUExperts`.
-        options: the keyword arguments of `MGLU`. `device` and `dtype` also apply to `gate` and `down_proj`;
-            `weight_format` and `activation_format` apply only to `experts`.
+        options: the keyword arguments of `MGLU`. `device` and `dtype` also apply to `gate` and `down_proj`,
+            `weight_format` also to `down_proj`, as in `mglu_ops.quantize`, and `activation_format` only to `experts`.
 
     Attributes:
         gate: `nn.Linear(hidden_size, num_experts, bias=False)`, the router G.
@@ -342,12 +351,15 @@ class MGLUExpertsFeedForward(OnRank, nn.Module):
         check_sizes(num_experts=num_experts, hidden_size=hidden_size, intermediate_size=intermediate_size)
         check_int("top_k", top_k, num_experts, f"an int from 1 to num_experts={num_experts}")
         check_flags(norm_topk_prob=norm_topk_prob)
+        # `MGLUExperts` checks it too, but calls it top_k, which is another argument of this class.
+        check_masks(options.get("n_masks", 1), options.get("learnable_masks", True), mask_top_k, "mask_top_k")
         super().__init__()
         self.hidden_size, self.top_k, self.norm_topk_prob = hidden_size, top_k, norm_topk_prob
         check_dtype(options.get("dtype"))
         kind: dict[str, Any] = {"device": options.get("device"), "dtype": options.get("dtype")}
         self.gate = nn.Linear(hidden_size, num_experts, bias=False, **kind)
         self.experts = MGLUExperts(num_experts, hidden_size, intermediate_size, top_k=mask_top_k, **options)
+        kind["weight_format"] = self.experts.weight_format
         self.down_proj = ExpertsDown(num_experts, intermediate_size, hidden_size, **kind)
 
     def reset_parameters(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 
@@ -37,8 +37,15 @@ class MGLUFeedForward(nn.Module):
         ValueError: an argument is out of range or of another type.
     """
 
+    _activation: ClassVar[str | None] = None  # the only activation of a subclass that fixes it
+
     def __init__(self, hidden: int, intermediate: int, **options: Unpack[FeedForwardOptions]) -> None:
         check_options(self, options, FeedForwardOptions)
+        if self._activation is not None and options.setdefault("activation", self._activation) != self._activation:
+            raise ValueError(
+                f"activation: got {options['activation']!r}, must be {self._activation!r} or left out for "
+                f"{type(self).__name__}; MGLUFeedForward takes any"
+            )
         check_sizes(hidden=hidden, intermediate=intermediate)
         super().__init__()
         self.mglu = MGLU(hidden, intermediate, **options)
@@ -58,33 +65,19 @@ class MGLUFeedForward(nn.Module):
         return self.down_proj(self.mglu(x))
 
 
-class _FixedActivation(MGLUFeedForward):
-    """An `MGLUFeedForward` whose activation is fixed by its class."""
-
-    _activation: str
-
-    def __init__(self, hidden: int, intermediate: int, **options: Unpack[FeedForwardOptions]) -> None:
-        if options.setdefault("activation", self._activation) != self._activation:
-            raise ValueError(
-                f"activation: got {options['activation']!r}, must be {self._activation!r} or left out for "
-                f"{type(self).__name__}; MGLUFeedForward takes any"
-            )
-        super().__init__(hidden, intermediate, **options)
-
-
-class SwiMGLU(_FixedActivation):
+class SwiMGLU(MGLUFeedForward):
     """`MGLUFeedForward` gated by SiLU (Swish)."""
 
     _activation = "silu"
 
 
-class GeMGLU(_FixedActivation):
+class GeMGLU(MGLUFeedForward):
     """`MGLUFeedForward` gated by GELU."""
 
     _activation = "gelu"
 
 
-class ReMGLU(_FixedActivation):
+class ReMGLU(MGLUFeedForward):
     """`MGLUFeedForward` gated by ReLU."""
 
     _activation = "relu"

@@ -120,9 +120,10 @@ def convert(
 
 def check_batches(batches: object, tokens: object, hidden: int) -> None:
     if not isinstance(batches, Sequence):
+        advice = "[batches] for one batch, or batches.split(8)" if isinstance(batches, Tensor) else "list(batches)"
         raise TypeError(
             f"batches: got {type(batches).__name__}, must be a sequence, because it is read once for each layer; take "
-            "list(batches)"
+            f"{advice}"
         )
     if not batches:
         raise ValueError("batches: got none, must be at least one")

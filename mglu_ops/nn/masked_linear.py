@@ -151,14 +151,17 @@ class MaskedLinear(StoredLinear):
 
         Raises:
             TypeError: x is not a tensor, or without autocast its dtype differs from a dense weight's or the router's.
-            ValueError: x is not on the weight's device, its last size is not in_features, or `check_pair` fails.
+            ValueError: x is not on the weight's device, its last size is not in_features, `check_pair` fails, or the
+                weight's format does not allow `activation_format`, which may be set at any time.
         """
+        if self.activation_format != "dense":
+            check_activation_format(self.activation_format, self.weight_format)
         weight = self._parameters.get("weight")  # None if the weight is parametrized, and thus slow to compute
         is_dense = weight is not None and weight.dtype in FLOATING and self.weight_format == "dense"
         check_x(x, weight, self.in_features, takes_dtype=is_dense)  # if not is_dense, the operator checks x's dtype
         if self.router is not None and not is_dense:
             check_x(x, weight_of_linear(self.router), None)
-        if self.weight_format != "dense" and not torch.compiler.is_compiling():
+        if self.weight_format != "dense":
             self.check_pair()
 
     def mask_weights(self, x: Tensor) -> Tensor | None:

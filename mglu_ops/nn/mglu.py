@@ -179,7 +179,8 @@ class MGLU(MaskedLinear):
                 dtype of the weight or the scales does not fit `weight_format`.
             ValueError: x is not on the weight's device, or its last size is not in_features; packed masks, weight or
                 scales have the wrong shape, or the padding of the masks is not 0; a quantized weight requires a
-                gradient; or x requires a gradient and the layer has an `activation_format` other than `dense`.
+                gradient, or is computed by an adapter; or x requires a gradient and the layer has an
+                `activation_format` other than `dense`.
         """
         if isinstance(x, torch.fx.Proxy):  # a Proxy of torch.fx.symbolic_trace has no values
             return self._project(x, self.mask_weights(x), *self._tensors())

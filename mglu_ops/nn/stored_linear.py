@@ -117,7 +117,8 @@ class StoredLinear(nn.Module):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter. If weight and scales are both new to the module, mark them as a pair."""
-        if name not in ("weight", SCALE):
+        # Dynamo traces this if PEFT parametrizes the weight in a call, and cannot read or change a tensor's attributes.
+        if name not in ("weight", SCALE) or torch.compiler.is_compiling():
             super().register_parameter(name, param)
             return
         self._mark()
@@ -228,14 +229,26 @@ class StoredLinear(nn.Module):
         the checkpoint lacks. A module that loads a dense checkpoint would thus combine the new weight with old scales.
         This check does not notice values that are written into a parameter, also through its `data`.
 
+        An adapter of PEFT adds its product to the stored numbers, as if their scales were 1. Such a parametrization of
+        only one of the two is refused as well.
+
         Args:
             path: prefix of the parameters' names in the message.
 
         Raises:
-            ValueError: only one of the two was replaced, or they come from different pairs.
+            ValueError: only one of the two was replaced, or is parametrized, or they come from different pairs.
         """
+        computed = [name for name in ("weight", SCALE) if name not in self._parameters]
+        if len(computed) == 1:
+            raise ValueError(
+                f"{path}{computed[0]}: got a tensor that an adapter or another parametrization computes, must be the "
+                f"stored one for weight_format={self.weight_format!r}; call mglu_ops.dequantize(model) before an "
+                "adapter is added"
+            )
         weight, scale = self._parameters.get("weight"), self._parameters.get(SCALE)
-        if weight is None or scale is None or vars(weight).get(_PAIR) == vars(scale).get(_PAIR):
+        if weight is None or scale is None or torch.compiler.is_compiling():
+            return
+        if vars(weight).get(_PAIR) == vars(scale).get(_PAIR):
             return
         raise ValueError(
             f"{path}weight, {SCALE}: one of the two was replaced without the other one, must be replaced together for "

@@ -105,10 +105,13 @@ class MGLUPreTrainedMixin(_Model):
         MGLU is a parameter, which only `target_parameters` names.
         """
         layers = [module for module in self.modules() if isinstance(module, MGLUFeedForward)]
-        if any(not isinstance(layer.down_proj, nn.Linear) and isinstance(layer.mglu, MGLU) for layer in layers):
+        missed = [one.mglu for one in layers if not isinstance(one.down_proj, nn.Linear) and isinstance(one.mglu, MGLU)]
+        if missed:
+            is_stored = any(mglu.weight_format != "dense" for mglu in missed)
+            before = "call mglu_ops.dequantize(model) before, and " if is_stored else ""
             notices.warn(
                 "peft: the adapter trains down_proj of the MGLU layers, but not their weight, which replaces gate_proj "
-                'and up_proj and is not a linear layer; add target_parameters=["mglu.weight"] to the adapter '
+                f'and up_proj and is not a linear layer; {before}add target_parameters=["mglu.weight"] to the adapter '
                 "configuration",
                 stacklevel=2,
             )

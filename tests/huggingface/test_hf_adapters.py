@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model, inject_adapter_in_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+import mglu_ops
 import mglu_ops.transformers as mt
 from mglu_ops.nn import MGLUExpertsFeedForward
 from mglu_ops.nn.masked_linear import packed_logits
@@ -133,6 +135,28 @@ def test_an_adapter_that_misses_the_weight_is_named(targets: str, wrapped: bool)
     settings = LoraConfig(r=2, target_modules=PASSED_BY[targets])
     with pytest.warns(UserWarning, match=r'train.* down_proj .* add target_parameters=\["mglu\.weight"\]'):
         get_peft_model(tiny(), settings) if wrapped else inject_adapter_in_model(settings, tiny())
+
+
+def test_an_adapter_of_a_quantized_weight_asks_to_dequantize() -> None:
+    """PEFT would add its product to the numbers of an fp8 weight, as if their scales were 1."""
+    model = mglu_ops.quantize(mt.freeze(tiny()), "fp8_row")
+    with pytest.warns(UserWarning, match=r"call mglu_ops\.dequantize\(model\) before, and add target_parameters"):
+        get_peft_model(copy.deepcopy(model), LoraConfig(r=2, target_modules=["down_proj"]))
+    settings = LoraConfig(r=2, target_modules=[], target_parameters=["mglu.weight"])
+    peft_model = get_peft_model(copy.deepcopy(model), settings)
+    words = r"weight: got a tensor that an adapter or .* call mglu_ops\.dequantize\(model\) before an adapter is added"
+    for one in (peft_model, torch.compile(peft_model, backend="eager")):
+        with pytest.raises(ValueError, match=words):
+            logits(one)
+    adapted(mglu_ops.dequantize(model))
+
+
+def test_a_model_with_an_adapter_compiles() -> None:
+    """Dynamo traces the registration of the parametrization that PEFT adds in each call."""
+    peft_model = adapted(tiny())
+    expected = logits(peft_model)
+    torch._dynamo.reset()
+    torch.testing.assert_close(logits(torch.compile(peft_model, backend="aot_eager")), expected)
 
 
 @pytest.mark.parametrize("settings", TRAINED)

@@ -334,7 +334,7 @@ def with_hook(linear: nn.Module) -> nn.Module:
 
 
 UP = partial(with_child, "up_proj")
-COMPUTES = "got Changed, norm LayerNorm.*must compute down_proj.act.gate. . up. with act one of silu, gelu"
+COMPUTES = "got Changed, norm LayerNorm.*must compute down_proj.act.gate_proj. . up_proj. with act one of silu, gelu"
 REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
     "bias": (lambda: UP(with_bias), {}, ValueError, r"^model: layers\.1\.up_proj: got a bias, must have none"),
     "adapter": (lambda: UP(adapted), {}, TypeError, r"^model: layers\.1\.up_proj: got Sequential, must be a torch\.nn"),
@@ -356,6 +356,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str
     "mglu": (lambda: MGLUFeedForward(H, D), {}, ValueError, "^model: got MGLUFeedForward, must have a module with"),
     "compiled": (lambda: torch.compile(FeedForward()), {}, ValueError, "^model: got a compiled module, must not be"),
     "mish": (lambda: FeedForward(act=F.mish), {}, TypeError, r"^model: got FeedForward, must compute down_proj"),
+    "roles exchanged": (
+        lambda: FeedForward(("w3", "w1", "w2")),
+        {},
+        TypeError,
+        r"^model: got FeedForward, must compute w2\(act\(w1\) \* w3\) with act one of",
+    ),
     "quick gelu": (lambda: FeedForward(act=lambda x: x * (1.702 * x).sigmoid()), {}, TypeError, "must compute"),
     "leaky": (lambda: FeedForward(act=F.leaky_relu), {}, TypeError, "must compute"),
     "interleaved": (lambda: Interleaved(), {}, TypeError, "got Interleaved, must compute .* or another order of rows"),

@@ -341,6 +341,7 @@ def test_16_bits_are_fitted_in_float32():
     ("options", "error", "message"),
     [
         ({"batches": iter([])}, TypeError, "batches: got list_iterator, must be a sequence"),
+        ({"batches": torch.randn(2, 64, H)}, TypeError, r"batches: got Tensor, .* take \[batches\] for one batch, or"),
         ({"batches": []}, ValueError, "batches: got none, must be at least one"),
         ({"batches": [torch.randn(1, 7, H)]}, ValueError, r"batches: got 7 tokens for layers\.1, must be at least"),
         (

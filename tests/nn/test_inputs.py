@@ -114,6 +114,11 @@ def test_an_unknown_option_is_named_with_the_class_that_was_called(kind: type[nn
         MGLUExpertsFeedForward(3, 16, 8, 2, n_mask=4)
 
 
+def test_a_missing_size_is_reported_for_a_public_class() -> None:
+    with pytest.raises(TypeError, match=r"^MGLUFeedForward\.__init__\(\) missing .*'intermediate'"):
+        SwiMGLU(16)
+
+
 @EACH
 def test_autocast_takes_x_of_another_dtype(name: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):

@@ -148,6 +148,10 @@ def test_activation_formats_that_do_not_fit_are_refused() -> None:
     for make in (MGLU, MGLUFeedForward, NaiveMGLU):
         with pytest.raises(ValueError, match=words.format("dense")):
             make(16, 16, activation_format="fp8_token")
+        layer = make(16, 16)
+        getattr(layer, "mglu", layer).activation_format = "fp8_token"
+        with pytest.raises(ValueError, match=words.format("dense")):
+            layer(torch.randn(3, 16))
     with pytest.raises(ValueError, match="activation_format: got 'fp8', must be one of dense, fp8_token"):
         quantize(frozen(), "fp8_row", activation_format="fp8")
 
@@ -453,8 +457,12 @@ def test_a_stored_weight_that_is_parametrized(kind: str) -> None:
     block = quantize(freeze(MGLUExpertsFeedForward(2, IN, OUT, 1)), "int8_row")
     x, layer = torch.randn(3, IN), block.experts if kind == "experts" else block.down_proj
     expected = block(x)
-    for name in ("weight", "weight_scale"):
-        parametrize.register_parametrization(layer, name, nn.Identity())
+    parametrize.register_parametrization(layer, "weight", nn.Identity())
+    with pytest.raises(
+        ValueError, match=r"^weight: got a tensor that .* computes, must be the stored one for weight_f"
+    ):
+        block(x)
+    parametrize.register_parametrization(layer, "weight_scale", nn.Identity())
     assert torch.equal(block(x), expected)
     check_masks(block)
     with pytest.raises(ValueError, match=r"model: \w+ computes its weight from other tensors"):

@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "w = w.clone(); first = w * 2; w[0] = w[1]; of_weights(x, first * b[0], (w * 2) * ~b[0])",
     ),
     "different orientations": ("term(linear(x, w * b[0]), x @ (w * ~b[0]))",),
-    "adds a bias": (
+    "adds a bias to the gate or to the value, where the operator has none": (
         "term(linear(x, w * b[0], o[0]), linear(x, w * ~b[0]))",
         "term(linear(x, w * b[0]) + o[0], linear(x, w * ~b[0]))",
         "g, v = (x @ cat([w * b[0], w * ~b[0]]).t() + o[:2].flatten()).chunk(2, -1); term(g, v)",
