@@ -9,7 +9,7 @@ Sizes and conditions are Python expressions in integer symbols, such as `s77 + s
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
@@ -204,10 +204,10 @@ class Inputs:
             return spec.flatten_up_to(arguments)
         except ValueError as error:
             args, kwargs = arguments
-            given = ", ".join([counted(len(args), "positional argument"), *(f"{name}=" for name in kwargs)])
+            given, wanted = _counts(len(args), kwargs), _counts(spec.child(0).num_children, spec.child(1).context)
             expected = "; ".join(str(entry) for entry in self._info.inputs)
             raise ValueError(
-                f"inputs: got {given}, must be nested like the example of export, {expected}: {error}"
+                f"inputs: got {given}, must be nested like the example of export, {wanted} ({expected}): {error}"
             ) from None
 
     def _check(self, entry: InputInfo, dtype: torch.dtype, tensor: Any) -> None:
@@ -216,6 +216,10 @@ class Inputs:
             shape = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
             raise ValueError(f"{entry.name}: got {shape}, must be {entry} on {self._info.device}")
         check_memory(**{entry.name: tensor})
+
+
+def _counts(positional: int, keywords: Iterable[str]) -> str:
+    return ", ".join([counted(positional, "positional argument"), *(f"{name}=" for name in keywords)])
 
 
 def _fits(expected: InputInfo, tensor: Tensor) -> bool:

@@ -53,10 +53,12 @@ class InputInfo:
     def __str__(self) -> str:
         if self.constant is not None:
             return f"{self.name}: {self.constant}"
-        ranges = (
-            size if isinstance(size, int) else f"{size[0]}..{'' if size[1] is None else size[1]}" for size in self.shape
-        )
-        return f"{self.name}: {self.dtype} [{', '.join(map(str, ranges))}]"
+        return f"{self.name}: {self.dtype} [{', '.join(map(_range, self.shape))}]"
+
+
+def _range(size: int | list[Any]) -> str:
+    low, high, *_ = (size, size) if isinstance(size, int) else size
+    return str(low) if low == high else f"{low}..{'' if high is None else high}"
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,7 @@ def freed(tensor: Tensor) -> Tensor:
         (lambda x: (x.double(),), "got float64"),
         (lambda x: (x[:, :63],), "float32 \\[3, 63\\]"),
         (lambda x: (x[0],), "float32 \\[64\\]"),
-        (lambda x: (x, x), "got 2 positional arguments, must be nested like the example of export, input: float32"),
+        (lambda x: (x, x), "got 2 positional arguments, must be nested like .*, 1 positional argument .input: float32"),
         (lambda x: (), "got 0 positional arguments, must be nested like"),
         (lambda x: ([x],), "input: got list, must be a tensor"),
         (lambda x: (x.to("meta"),), "on meta, must be .* on cpu"),
