@@ -212,8 +212,9 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "index_put", "input, indices, values, accumulate==False", _elementwise("index_put")
     yield "setitem", "input, index, value", (operator.setitem, "__setitem__")
     # Casts and copies
-    casts = ("to", "type", "float", "half", "bfloat16", "double", "char", "int", "long", "bool", "type_as")
-    yield "to", "input, ...", (*casts, *_aten("to", "_to_copy"))
+    casts = ("to", "type", "type_as", "float", "half", "bfloat16", "double")
+    casts_to_integers = ("bool", "byte", "char", "short", "int", "long")
+    yield "to", "input, ...", (*casts, *casts_to_integers, *_aten("to", "_to_copy"))
     yield "detach", "input", _elementwise("detach", getattr(torch._C._autograd, "_get_data_attr"))  # noqa: B009
     yield "alias", "input, ...", (torch.clone, "contiguous", "clone", *_aten("clone", "alias", "contiguous"))
     yield "alias", "input", _aten("lift_fresh_copy", "lift_fresh")
@@ -260,7 +261,7 @@ def _spellings() -> Iterator[tuple[str, str, tuple[Any, ...]]]:
     yield "permute", "input, *dims", _elementwise("permute")
     yield "flatten", "input, start_dim=0, end_dim=-1", _elementwise("flatten")
     yield "unflatten", "input, dim, -sizes", _elementwise("unflatten")
-    yield "reshape", "input, *shape|size", (torch.reshape, "reshape", "view", *_aten("reshape", "view"))
+    yield "reshape", "input, *shape|size", (torch.reshape, "reshape", "view", *_aten("reshape", "view", "_unsafe_view"))
     yield "reshape_as", _TWO, ("reshape_as", "view_as", *_aten("reshape_as", "view_as"))
     yield "getattr", "input, name", (getattr,)
     yield "size", "...", ("size", "dim", *_aten("sym_size"))

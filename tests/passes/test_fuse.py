@@ -16,6 +16,7 @@ from torch._higher_order_ops.scan import scan
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.fx import Graph, GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import mglu_ops
@@ -291,6 +292,13 @@ def test_numbers_that_export_makes_attributes_are_known() -> None:
         fused = mglu_ops.fuse(unfused, report=report, strict=True)
         assert relative_error(fused(x), unfused(x)) <= SAME
     assert len(report.fused) == 1
+
+
+def test_fuse_a_graph_of_make_fx() -> None:
+    """`make_fx` writes a product with x of three dimensions as `mm` and `_unsafe_view`."""
+    model, x = layer(), torch.randn(2, 3, 16)
+    fused = mglu_ops.fuse(make_fx(model)(x), [x], strict=True)
+    assert relative_error(fused(x), model(x)) <= SAME
 
 
 # --- Bodies of higher-order operators --------------------------------------------------------------------------------

@@ -136,6 +136,7 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "m.int() ^ 1": lambda m: m.int() ^ 1,
     "~(m >= 1)": lambda m: ~(m >= 1),
     "casts": lambda m: (1 - m.float()).double(),
+    "casts to integers": lambda m: 1 - m.byte().short(),
 }
 
 # Programs of x, w, float masks m, another matrix o and bool masks b, by the number of operators that they become under
