@@ -70,7 +70,9 @@ class Evaluation(Recogniser):
         """
         is_known = isinstance(self._values[node], (Scalar, Levels, Binary, Bundle))
         if is_mask and not is_known and dtype_of(node) is not torch.bool:
-            self._assumed[node] = self.unproved(node)
+            constant = self._constant(node)
+            others = () if constant is None else constant[(constant != 0) & (constant != 1)][:1].tolist()
+            self._assumed[node] = self.unproved(node, "".join(f"it holds {value:g}" for value in others))
         elif any(item in self._assumed for item in node.all_input_nodes):
             values, self._values = self._values, ChainMap(self._assumed, self._values)
             try:
@@ -123,12 +125,16 @@ class Evaluation(Recogniser):
     def _leaf(self, node: Node) -> Value:
         """The value of a node that no rule knows: a bool mask, a constant that holds only 0 and 1, or a number."""
         is_bool = dtype_of(node) is torch.bool
-        constant = self._constants(self.view.origin[node]) if self.view.is_constant(node) else None
+        constant = self._constant(node)
         if constant is not None and constant.dim() == 0 and not is_bool:
             return Scalar(constant.item())
         if constant is not None and constant.dim() in (2, 3) and _is_binary(constant[:1]) and _is_binary(constant):
             return self._constant_mask(node, constant != 0)
         return self.new_mask(node, "bool", rounding=0) if is_bool else None
+
+    def _constant(self, node: Node) -> torch.Tensor | None:
+        """The value of a node, if it is the same at every run of the graph."""
+        return self._constants(self.view.origin[node]) if self.view.is_constant(node) else None
 
     def _constant_mask(self, node: Node, bits: torch.Tensor) -> Binary:
         """A mask with known values. Two nodes with equal values, or with M and 1 - M, get the same mask."""

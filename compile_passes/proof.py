@@ -265,6 +265,8 @@ def _check_mask(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
         unmasked = "gate" if gate is None else "value"
         raise Refusal(f"the {unmasked} is not masked: MGLU masks the gate by M and the value by 1 - M")
     if gate.mask.key != value.mask.key:
+        if doubtful := [factor.mask for factor in (gate, value) if factor.mask.doubt]:
+            raise _unproved(doubtful[0])
         written = any(factor.mask.bits.target is overwritten for factor in (gate, value))
         why = " (the graph writes in place to one of them)" if written else ""
         raise Refusal(f"gate and value use two different masks{why}; the value's must be 1 - M of the gate's M")
@@ -280,13 +282,19 @@ def _check_mask(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
         raise Refusal(f"mask `{mask.bits.name}` has rounding errors of a narrower dtype than the layer's {dtype}")
     _check_mask_shape(term, mask)
     if mask.proof is None and not assume_binary:
-        doubt = f" ({mask.doubt})" if mask.doubt else ""
-        trust = ", or pass assume_binary=True (packing then checks its values)" if is_given(mask.bits) else ""
-        raise Refusal(
-            f"mask `{mask.bits.name}` is a {str(dtype_of(mask.bits)).removeprefix('torch.')} tensor that nothing "
-            f"proves to be binary{doubt}; make it bool, or derive it by a comparison{trust}"
-        )
+        raise _unproved(mask)
     return mask, complement
+
+
+def _unproved(mask: Mask) -> Refusal:
+    doubt = f" ({mask.doubt})" if mask.doubt else ""
+    can_trust = is_given(mask.bits) and not mask.doubt
+    trust = ", or pass assume_binary=True (packing then checks its values)" if can_trust else ""
+    dtype = str(dtype_of(mask.bits)).removeprefix("torch.")
+    return Refusal(
+        f"mask `{mask.bits.name}` is {'an' if dtype.startswith('int') else 'a'} {dtype} tensor that nothing proves to "
+        f"be binary{doubt}; make it bool, or derive it by a comparison{trust}"
+    )
 
 
 def _check_gradients(site: Site, masks: Sequence[tuple[Mask, bool]]) -> bool:
@@ -326,8 +334,8 @@ def _check_slopes(term: Term, sign: int) -> None:
         raise Refusal("gate and value take the mask's gradient through different tensors")
     if not gate.passes_gradient(sign) or not value.passes_gradient(-sign):
         raise Refusal(
-            "the mask's gradient does not pass straight through both gate and value (a comparison, detach or power "
-            "of the mask stands between)"
+            "the mask's gradient does not pass straight through both gate and value (a comparison, detach, power or "
+            "no_grad stands between)"
         )
 
 

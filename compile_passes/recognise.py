@@ -163,9 +163,9 @@ class Recogniser:
         """The nodes that rules have imagined. Each comes after the nodes that it reads."""
         return list(self._imagined.values())
 
-    def unproved(self, node: Node) -> Binary:
+    def unproved(self, node: Node, doubt: str = "") -> Binary:
         """The value of a tensor that is used like a mask although nothing proves that it is binary."""
-        return self.new_mask(node, None, rounding=0)
+        return self.new_mask(node, None, rounding=0, doubt=doubt)
 
     def as_weighted(self, argument: Any) -> Weighted | None:
         """An argument as a weight, masked or not; None if it cannot be a weight.

@@ -35,6 +35,7 @@ REFUSED: dict[str, tuple[str, ...]] = {
         "gated(x, w, o + 0)",
         "gated(x, w, o.abs().long() % 4)",
     ),
+    "(it may hold 0.5)": ("s = torch.sign(l[0]); gated(x, w, 0.5 * (1 + s), 0.5 * (1 - s))",),
     "write the second as 1 - mask": (
         "of_weights(x, w * o, w * l[0])",
         "term(x @ (w * o).t(), x @ (w * o.tanh()).t())",
