@@ -87,7 +87,7 @@ def check(recogniser: Recogniser, site: Site, assume_binary: bool) -> Layer:
     masks: list[tuple[Mask, bool]] = []
     dtype, trains, weight_scale = None, False, 1.0
     if all(isinstance(projection.weight, Node) for projection in site.projections):
-        found = [reasons.of(_check_mask, term, assume_binary) for term in site.terms]
+        found = [reasons.of(_check_mask, site, term, assume_binary) for term in site.terms]
         masks = [mask for mask in found if mask is not None]
         if len(masks) == len(found):
             weight_scale = reasons.of(_check_weight_scale, site) or 1
@@ -258,7 +258,7 @@ def _check_weight_scale(site: Site) -> float:
     return next(iter(scales), 1)
 
 
-def _check_mask(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
+def _check_mask(site: Site, term: Term, assume_binary: bool) -> tuple[Mask, bool]:
     """The mask of a term, and True if its gate uses the complement."""
     gate, value = term.gate.factor, term.value.factor
     if gate is None or value is None:
@@ -266,7 +266,7 @@ def _check_mask(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
         raise Refusal(f"the {unmasked} is not masked: MGLU masks the gate by M and the value by 1 - M")
     if gate.mask.key != value.mask.key:
         if doubtful := [factor.mask for factor in (gate, value) if factor.mask.doubt]:
-            raise _unproved(doubtful[0])
+            raise _unproved(doubtful[0], _trains(site, term))
         written = any(factor.mask.bits.target is overwritten for factor in (gate, value))
         why = " (the graph writes in place to one of them)" if written else ""
         raise Refusal(f"gate and value use two different masks{why}; the value's must be 1 - M of the gate's M")
@@ -282,18 +282,26 @@ def _check_mask(term: Term, assume_binary: bool) -> tuple[Mask, bool]:
         raise Refusal(f"mask `{mask.bits.name}` has rounding errors of a narrower dtype than the layer's {dtype}")
     _check_mask_shape(term, mask)
     if mask.proof is None and not assume_binary:
-        raise _unproved(mask)
+        raise _unproved(mask, _trains(site, term))
     return mask, complement
 
 
-def _unproved(mask: Mask) -> Refusal:
+_STRAIGHT_THROUGH = (
+    "as ((logits > 0).to(logits.dtype) - logits).detach() + logits, in the graph that computes the layer"
+)
+
+
+def _unproved(mask: Mask, trains: bool) -> Refusal:
     doubt = f" ({mask.doubt})" if mask.doubt else ""
-    can_trust = is_given(mask.bits) and not mask.doubt
-    trust = ", or pass assume_binary=True (packing then checks its values)" if can_trust else ""
+    advice = "make it bool, or derive it by a comparison"
+    if trains:
+        advice = f"to train it, write it {_STRAIGHT_THROUGH}"
+    elif is_given(mask.bits) and not mask.doubt:
+        advice += ", or pass assume_binary=True (packing then checks its values)"
     dtype = str(dtype_of(mask.bits)).removeprefix("torch.")
     return Refusal(
         f"mask `{mask.bits.name}` is {'an' if dtype.startswith('int') else 'a'} {dtype} tensor that nothing proves to "
-        f"be binary{doubt}; make it bool, or derive it by a comparison{trust}"
+        f"be binary{doubt}; {advice}"
     )
 
 
@@ -309,7 +317,7 @@ def _check_gradients(site: Site, masks: Sequence[tuple[Mask, bool]]) -> bool:
         if carries and mask.proof is None:
             raise Refusal(
                 f"mask `{mask.bits.name}` requires a gradient but is not a straight-through mask of logits; write it "
-                "as ((logits > 0).to(logits.dtype) - logits).detach() + logits"
+                + _STRAIGHT_THROUGH
             )
     if any(trained) and not all(trained):
         raise Refusal("some masks carry a gradient and some do not; train all masks of a layer, or detach all")

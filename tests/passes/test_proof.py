@@ -151,6 +151,14 @@ def test_refusal_in_training(terms: list[Term], reason: str) -> None:
     assert not layer(*terms).trains_masks, "in inference none of this matters"
 
 
+def test_the_report_does_not_advise_to_trust_a_mask_that_is_trained() -> None:
+    given = term(replace(REAL, carrier=TRAINED.carrier), slope=1)
+    with pytest.raises(Refusal, match=f"{UNPROVED}; to train it, write it as .*, in the graph that computes the"):
+        layer(given, root=TRAINED_ROOT)
+    with pytest.raises(Refusal, match="or pass assume_binary=True"):
+        layer(given)
+
+
 def test_a_trained_mask_must_be_proved() -> None:
     trained = term(replace(REAL, carrier=TRAINED.carrier), slope=1)
     assert not layer(trained, assume_binary=True).trains_masks
