@@ -165,7 +165,7 @@ def jobs(results: Path) -> str:
             [
                 "[Serve a mixture of experts](mglu_ops/experts.md), 1, 32 and 256 sequences",
                 "`MGLUExpertsFeedForward`, 1 mask, leveled",
-                f"{mixed} ({MIXED}); {large} ({LARGE}; H200, vLLM)",
+                f"{mixed} ({MIXED}); {large} ({LARGE}; {where})",
                 f"loss {mixture} (8 experts, 25M active weights)",
             ],
             [

@@ -51,7 +51,7 @@ def main() -> None:
     model, errors = (conversion := convert(teacher, batches, options.n_masks, tokens=options.tokens))
     print(f"conversion: {len(errors)} layers took {time.perf_counter() - start:.1f} s; their errors after each step:")
     print(conversion.table())
-    report("converted", freeze(model), held_out)  # later training would not change fitted masks
+    report("converted", freeze(model), held_out)  # no measured run changed fitted masks
 
     def text_and_predictions(model: Any, batch: Tensor) -> Tensor:
         result = model(batch, labels=batch)

@@ -293,7 +293,8 @@ MEMORY = tuple(
 
 
 LONG = tuple(replace(one, size="300M", megabytes=1000.0, paired=True) for one in (BEST[1], SWIGLU))
-"""One mask and SwiGLU with more text than in all other runs. With an H200 for itself, a run takes 20 to 25 minutes."""
+"""One mask and SwiGLU with more text than in all other runs. With an H200 for itself, a run would take about 20
+minutes, at the rate of the runs of `text` with 300M weights."""
 
 
 EXPERIMENTS: dict[str, list[Recipe]] = {

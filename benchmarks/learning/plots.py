@@ -55,7 +55,7 @@ def family(recipe: Recipe) -> str | None:
     """The family of a recipe in the Pareto plot, or None if the plot leaves the recipe out.
 
     The plot shows layers of any gate and width that are trained as we recommend. Masks start with leveled weights, and
-    other layers with leveled weights or those of `nn.Linear`. The searches for our recipe, masks that learn in another
+    other layers with leveled weights or `nn.Linear`'s own. The searches for our recipe, masks that learn in another
     way, routes, mixtures, other lengths of text and converted models are left out.
     """
     free = {name: getattr(recipe, name) for name in ("activation", "width", "size", "weight_gain")}

@@ -79,5 +79,5 @@ def rate(step: int, steps: int, last: float) -> float:
 
 def points(steps: int) -> list[int]:
     """The numbers of steps after which the learning curve has a point."""
-    count = max(EVALUATIONS, steps // MOST_STEPS)
+    count = max(EVALUATIONS, -(-steps // MOST_STEPS))
     return sorted({max(1, round(steps * i / count)) for i in range(1, count + 1)})
