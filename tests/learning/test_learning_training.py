@@ -36,12 +36,12 @@ def test_the_learning_rate_rises_and_falls():
     assert schedule.rate(999, 1000, 0) == pytest.approx(0, abs=1e-5)
 
 
-def test_a_curve_has_a_point_every_thousand_steps_and_at_least_six():
-    assert schedule.points(3662) == [610, 1221, 1831, 2441, 3052, 3662]
+def test_a_long_curve_has_a_point_every_thousand_steps():
+    assert len(schedule.points(3662)) == schedule.EVALUATIONS
     assert schedule.points(3) == [1, 2, 3]
-    long = schedule.points(20_345)
-    assert long[-1] == 20_345
-    assert max(after - before for before, after in pairwise([0, *long])) <= 1000
+    points = schedule.points(20_345)
+    assert points[-1] == 20_345
+    assert max(after - before for before, after in pairwise([0, *points])) <= 1000
 
 
 def test_every_window_is_read_once_in_an_epoch():
