@@ -444,6 +444,7 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *seeds(STRUCTURE[7:9], PAIRED_SEEDS[:2]),
         *seeds((replace(one, size="90M") for one in STRUCTURE[:4]), SEEDS),
         *seeds((replace(one, size="90M") for one in STRUCTURE[:6]), PAIRED_SEEDS),
+        *seeds((replace(one, size="300M") for one in (*STRUCTURE[:4], STRUCTURE[5])), SEEDS),
     ],
     # The same with less noise, on the corpus `pinned_whole`.
     "averaged": [
