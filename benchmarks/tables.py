@@ -220,7 +220,7 @@ def generate(rows: pd.DataFrame) -> Iterator[str]:
 
 
 SERVED = {"start": "first start, s", "start_cached": "later start, s"}
-"""Kinds of work of served models that are shown in seconds -> their headings."""
+"""Kinds of work of served models that are shown in seconds, without ratios -> their headings."""
 
 
 def served_work(row: pd.Series) -> str:
@@ -246,7 +246,7 @@ def serve(rows: pd.DataFrame) -> Iterator[str]:
     seconds = rows.microseconds.map(lambda time: form("{:.0f}")(time / 1e6))
     figures = shown(rows, whole, "rate").where(~rows.work.isin([*SERVED, "prompts"]), seconds)
     figures = figures.where(rows.work != "prompts", shown(rows, ms))
-    gains = rows.swiglu_microseconds / rows.microseconds
+    gains = (rows.swiglu_microseconds / rows.microseconds).where(~rows.work.isin(list(SERVED)))
     spreads = gains * (rows.relative_spread**2 + rows.swiglu_relative_spread**2) ** 0.5
     is_clear = (gains - 1).abs() >= spreads
     gains_text = gains.map(speedup).where(is_clear, gains.map(ratio) + spreads.map(form(" ± {:.2f}")))

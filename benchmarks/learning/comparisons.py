@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
+from scipy.stats import t
 
 from benchmarks.frames import grid, markdown
 from benchmarks.learning.experiments import SLOW
@@ -34,8 +35,6 @@ about the corpus `python` that were added later have no `noise`, so that the est
 """
 ERRORS = 2.0
 """Standard errors that a difference must exceed to be more than noise: about 95% confidence."""
-QUANTILES = (math.nan, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""97.5% quantiles of Student's t by the number of degrees of freedom. With 0, there is no quantile."""
 
 
 class Difference(NamedTuple):
@@ -73,7 +72,7 @@ def difference(ours: pd.Series, theirs: pd.Series, deviation: float | None = Non
     pairs = (ours - theirs).dropna()
     if pairs.empty:
         return None
-    return Difference(pairs.mean(), QUANTILES[len(pairs) - 1] * pairs.std() / math.sqrt(len(pairs)), pairs.std())
+    return Difference(pairs.mean(), t.ppf(0.975, len(pairs) - 1) * pairs.std() / math.sqrt(len(pairs)), pairs.std())
 
 
 def deviation_of(losses: Iterable[pd.Series]) -> float:

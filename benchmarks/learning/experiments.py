@@ -204,6 +204,8 @@ comparison: with our recipe, about 15% of the bits at the end differ from those 
 TEXT_MASKS = (*OTHERWISE[:4], best_with("silu", 1), best_with("silu", 4))
 """Layers that only the 25M model trains on three kinds of text: ReLU masks that learn in other ways, and SiLU masks."""
 PAIRED_SEEDS = (0, 1, 2, 3, 4)
+MANY_SEEDS = range(20)
+"""Enough for five means of four pairs, which differ half as much as pairs."""
 PRUNED = replace(leveled_glu("silu"), structure="2:4", decay=2e-4)
 """SwiGLU in which gate and up matrix are learned with structure 2:4, with the decay of the paper on SR-STE."""
 STRUCTURE = tuple(
@@ -445,6 +447,7 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *seeds((replace(one, size="90M") for one in STRUCTURE[:4]), SEEDS),
         *seeds((replace(one, size="90M") for one in STRUCTURE[:6]), PAIRED_SEEDS),
         *seeds((replace(one, size="300M") for one in (*STRUCTURE[:4], STRUCTURE[5])), SEEDS),
+        *seeds(STRUCTURE[:4], MANY_SEEDS),
     ],
     # The same with less noise, on the corpus `pinned_whole`.
     "averaged": [

@@ -410,7 +410,7 @@ def test_the_table_compares_with_swiglu_in_the_same_precision(tmp_path: Path) ->
     assert lines == [
         "| tiny | SwiGLU | SwiMGLU, n_m = 1 | SwiGLU, fp8 | SwiMGLU, fp8_row, n_m = 1 |",
         "| --- | --- | --- | --- | --- |",
-        "| first start, s | 50 | 50, 1.00x | 50 | 50, 1.00x |",
+        "| first start, s | 50 | 50 | 50 | 50 |",
         "| 1 sequence, tokens a second | 250 | 500, 2.00x | 333 | 400, 1.20x |",
         "| 8 sequences, tokens a second | 1000 | 2000, 2.00x | 1333 | 1600, 1.20x |",
         "| 8 prompts of 1024, ms | 20.0 | 25.0, **0.80x, slower** | 15.0 | 15.0, 1.00x |",
