@@ -19,6 +19,7 @@ from scipy.stats import t
 from benchmarks.frames import grid, markdown
 from benchmarks.learning.experiments import SLOW
 from benchmarks.learning.gather import RESULTS
+from benchmarks.learning.masks import LOGIT_BYTES
 from benchmarks.learning.recipe import SIZES, Recipe
 from benchmarks.learning.tables import bytes_of_token, label, read, recipe_of, runs
 
@@ -242,6 +243,31 @@ def fits(results: Path) -> str:
     return grid("fit", mean.rename_axis(["fit", "model"]).reset_index("model").map(_figure))
 
 
+def logits(results: Path) -> str:
+    """Optimizers of mask logits: the bytes of a logit, the largest memory of training, and the paired differences.
+
+    The differences are to AdamW, in the table's measures.
+
+    Raises:
+        FileNotFoundError: no run on the corpus `pinned` used another optimizer than AdamW.
+    """
+    found, lines = runs(results, "pinned"), dict[str, dict[str, str]]()
+    peaks = found.groupby("recipe", sort=False).peak_mb.max() / 1000
+    for measure, about in MEASURES.items():
+        losses = losses_of(found, measure)
+        for one, own in losses.items():
+            base = replace(one, logits=Recipe.logits)
+            if one == base or base not in losses or (of := difference(own, losses[base])) is None:
+                continue
+            row = lines.setdefault(label(one), {})
+            row["bytes a logit"] = str(LOGIT_BYTES[one.logits])
+            row["GB of training memory, AdamW"] = f"{peaks[one]:.2f}, {peaks[base]:.2f}"
+            row[f"{one.size}, {about}"] = of.text(4) if of.is_noise else f"**{of}**"
+    if not lines:
+        raise FileNotFoundError(f"{results}: no such result: runs with other optimizers of mask logits")
+    return grid("layer", pd.DataFrame(lines).T.fillna(""))
+
+
 def _figure(value: object) -> str:
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.4f}"  # the fit ended before this step
@@ -281,6 +307,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "learning_repeats": repeats,
     "learning_conversions": conversions,
     "learning_fits": fits,
+    "learning_logits": logits,
     "learning_texts": texts,
 }
 """Name of a table -> the function that makes it from a folder of results."""

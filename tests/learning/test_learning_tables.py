@@ -334,6 +334,20 @@ def test_conversions_are_compared_with_swiglu_trained_on_with_the_same_text(tmp_
     assert line == "| 1 mask, start joint | 25M | 0.3000 | 0.0200 |"
 
 
+def test_optimizers_of_mask_logits_are_compared_with_adamw_seed_by_seed(tmp_path):
+    adamw = replace(experiments.MEMORY[0], seed=0)
+    finished(tmp_path, adamw, 0.7, "pinned")
+    with pytest.raises(FileNotFoundError, match="optimizers of mask logits"):
+        comparisons.logits(tabled(tmp_path, "pinned"))
+    for seed, loss in enumerate((0.7, 0.72)):
+        finished(tmp_path, replace(adamw, seed=seed), loss, "pinned")
+        finished(tmp_path, replace(adamw, seed=seed, logits="adafactor"), loss + 0.01 * seed, "pinned")
+    head, _, line = comparisons.logits(tabled(tmp_path, "pinned")).splitlines()
+    assert head.startswith("| layer | bytes a logit | GB of training memory, AdamW | 25M, held out | 25M, last text")
+    assert line.startswith("| 1 mask, logits adafactor | 4 |")
+    assert "| +0.0050 ± 0.0635 |" in line
+
+
 @pytest.mark.gpu
 def test_the_kernels_of_a_step_take_milliseconds():
     assert 1 < cost.cost(Recipe("glu", size="10M"), compiled=False) < 1000
