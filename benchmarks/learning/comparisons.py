@@ -56,6 +56,10 @@ class Difference(NamedTuple):
     def text(self, digits: int) -> str:
         return f"{self.mean:+.{digits}f}" + ("" if math.isnan(self.noise) else f" ± {self.noise:.{digits}f}")
 
+    def cell(self, digits: int = 4) -> str:
+        """The text, in bold if the difference exceeds the noise."""
+        return self.text(digits) if self.is_noise else f"**{self.text(digits)}**"
+
     def __str__(self) -> str:
         return self.text(4)
 
@@ -121,9 +125,8 @@ class Study:
 
     def cell(self, layer: str, other: str, size: str) -> str:
         """The difference and its noise, in bold if it exceeds the noise; empty if a layer was not trained."""
-        if (found := self.difference(layer, other, size)) is None:
-            return ""
-        return found.text(self.digits) if found.is_noise else f"**{found.text(self.digits)}**"
+        found = self.difference(layer, other, size)
+        return "" if found is None else found.cell(self.digits)
 
     def spread(self) -> str:
         """The sentence about the standard deviation between seeds."""
@@ -217,7 +220,7 @@ def conversions(results: Path) -> str:
             continue
         row = lines.setdefault(label(replace(one, megabytes=Recipe.megabytes)), {})
         row[f"bytes to SwiGLU, {one.size}"] = f"{loads[one] / loads[base]:.2f}"
-        row[f"{one.size}, {one.megabytes / one.skip:.1%} of the text"] = of.text(4) if of.is_noise else f"**{of}**"
+        row[f"{one.size}, {one.megabytes / one.skip:.1%} of the text"] = of.cell()
     if not lines:
         raise FileNotFoundError(f"{results}: no such result: conversions of SwiGLU, and SwiGLU trained on")
     return grid("conversion", pd.DataFrame(lines).T.fillna(""))
@@ -244,9 +247,9 @@ def fits(results: Path) -> str:
 
 
 def logits(results: Path) -> str:
-    """Optimizers of mask logits: the bytes of a logit, the largest memory of training, and the paired differences.
+    """Optimizers of mask logits: the bytes of a logit, the peak memory of training, and what they change in the loss.
 
-    The differences are to AdamW, in the table's measures.
+    The changes are paired differences to AdamW, in each of `MEASURES`.
 
     Raises:
         FileNotFoundError: no run on the corpus `pinned` used another optimizer than AdamW.
@@ -262,7 +265,7 @@ def logits(results: Path) -> str:
             row = lines.setdefault(label(one), {})
             row["bytes a logit"] = str(LOGIT_BYTES[one.logits])
             row["GB of training memory, AdamW"] = f"{peaks[one]:.2f}, {peaks[base]:.2f}"
-            row[f"{one.size}, {about}"] = of.text(4) if of.is_noise else f"**{of}**"
+            row[f"{one.size}, {about}"] = of.cell()
     if not lines:
         raise FileNotFoundError(f"{results}: no such result: runs with other optimizers of mask logits")
     return grid("layer", pd.DataFrame(lines).T.fillna(""))

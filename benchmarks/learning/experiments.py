@@ -205,7 +205,7 @@ TEXT_MASKS = (*OTHERWISE[:4], best_with("silu", 1), best_with("silu", 4))
 """Layers that only the 25M model trains on three kinds of text: ReLU masks that learn in other ways, and SiLU masks."""
 PAIRED_SEEDS = (0, 1, 2, 3, 4)
 MANY_SEEDS = range(20)
-"""Enough for five means of four pairs, which differ half as much as pairs."""
+"""Enough for five means of four pairs each. The standard deviation of such a mean is half of a pair's."""
 PRUNED = replace(leveled_glu("silu"), structure="2:4", decay=2e-4)
 """SwiGLU in which gate and up matrix are learned with structure 2:4, with the decay of the paper on SR-STE."""
 STRUCTURE = tuple(
@@ -225,8 +225,8 @@ STRUCTURE = tuple(
 """Layers of equal width, to find out whether 2:4 masks are worth their loss. On sparse tensor cores, layers with 2:4
 masks or matrices take as much arithmetic as ReLU squared: one dense product and the down projection."""
 AVERAGED = tuple(replace(one, average=0.05) for one in STRUCTURE[:7])
-"""Like STRUCTURE, with a loss that differs less between seeds: of averaged parameters. Read with a corpus of 60 MB, so
-that runs read the same text in another order."""
+"""Like STRUCTURE, with the loss of averaged parameters. Read with a corpus of 60 MB, so that runs read the same text in
+another order. The loss was meant to differ less between seeds, but does not."""
 
 
 TEXT_OF_TEACHER = SWIGLU.megabytes
@@ -449,7 +449,7 @@ EXPERIMENTS: dict[str, list[Recipe]] = {
         *seeds((replace(one, size="300M") for one in (*STRUCTURE[:4], STRUCTURE[5])), SEEDS),
         *seeds(STRUCTURE[:4], MANY_SEEDS),
     ],
-    # The same with less noise, on the corpus `pinned_whole`.
+    # The same with averaged parameters, on the corpus `pinned_whole`.
     "averaged": [
         *seeds(AVERAGED[:3], PAIRED_SEEDS),
         *seeds(AVERAGED[3:], PAIRED_SEEDS),
