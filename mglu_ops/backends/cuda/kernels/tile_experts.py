@@ -155,9 +155,10 @@ def least_rows(call: Call, few: ExpertLaunch, gpu: Gpu) -> int:
     """
     if call.batch_invariant:
         return 1
+    in_fp8 = call.activation_format != "dense"
     if mask_alignment(call.one) < 16:
-        return 24
-    if call.activation_format != "dense":
+        return 16 if in_fp8 else 24
+    if in_fp8:
         return 8
     is_alone = isinstance(few.config, DecodeMma) and few.config.blocks_per_sm == 1
     return 8 if is_alone and tiles_of_sm(call, gpu) > MOST_TILES_OF_ONE_WAVE else 12
