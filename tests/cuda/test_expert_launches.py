@@ -362,6 +362,7 @@ def test_which_kernel_runs_experts() -> None:
     in_fp8 = {"weight_format": "fp8_row", "activation_format": "fp8_token"}
     assert [kernel(expert_call(1, tokens, **in_fp8)) for tokens in (64, 128)] == ["decode_mma", "tile_wgmma"]
     assert kernel(expert_call(1, 128, weight_format="fp8_row")) == "decode_mma"
+    assert [kernel(expert_call(1, tokens, GPT_OSS, **in_fp8)) for tokens in (64, 128)] == ["decode_mma", "tile_wgmma"]
     assert kernel(expert_call(1, 1), batch_invariant=True) == "tile_wgmma"
     call = expert_call(1, 4096)
     assert (

@@ -151,7 +151,7 @@ def least_rows(call: Call, few: ExpertLaunch, gpu: Gpu) -> int:
 
     Measured (csrc/cuda/tile_wgmma.md): `decode_mma` loses its lead at 8 rows where its blocks take several waves, and x
     leaves an SM no room for two of them, and wherever x is in fp8, in which only the tiles multiply. It keeps its lead
-    longest if TMA cannot load the masks. In the batch-invariant mode the tiles take any number of rows.
+    longer if TMA cannot load the masks. In the batch-invariant mode the tiles take any number of rows.
     """
     if call.batch_invariant:
         return 1
