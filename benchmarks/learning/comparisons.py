@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,13 +42,13 @@ ERRORS = 2.0
 class Difference(NamedTuple):
     """The mean difference of two layers, and its noise: half the width of its 95% confidence interval, NaN if unknown.
 
-    `deviation` is the standard deviation from which the noise follows: of the paired differences, or of the losses
-    between seeds.
+    `error` is the standard deviation of the mean, and `pairs` the number of seeds that both layers have.
     """
 
     mean: float
     noise: float
-    deviation: float
+    error: float
+    pairs: int
 
     @property
     def is_noise(self) -> bool:
@@ -71,13 +72,14 @@ def difference(ours: pd.Series, theirs: pd.Series, deviation: float | None = Non
     `ERRORS` standard errors. Otherwise, runs with the same seed are pairs, and the noise follows from the differences
     of the pairs by Student's t. Without a common seed, the result is None.
     """
+    pairs = (ours - theirs).dropna()
     if deviation is not None:
         error = deviation * math.sqrt(1 / len(ours) + 1 / len(theirs))
-        return Difference(ours.mean(skipna=False) - theirs.mean(skipna=False), ERRORS * error, deviation)
-    pairs = (ours - theirs).dropna()
+        return Difference(ours.mean(skipna=False) - theirs.mean(skipna=False), ERRORS * error, error, len(pairs))
     if pairs.empty:
         return None
-    return Difference(pairs.mean(), t.ppf(0.975, len(pairs) - 1) * pairs.std() / math.sqrt(len(pairs)), pairs.std())
+    error = pairs.sem()
+    return Difference(pairs.mean(), t.ppf(0.975, len(pairs) - 1) * error, error, len(pairs))
 
 
 def deviation_of(losses: Iterable[pd.Series]) -> float:
@@ -168,14 +170,23 @@ MEASURES = {"held_out": "held out", "train": "last text"}
 """Column of the runs -> its heading. `train` is the loss on the last 10 MB of training text, which are read once."""
 
 
-def structure(results: Path, corpora: Iterable[str] = ("pinned", "pinned_earlier")) -> str:
-    """The paired differences of 2:4 masks and their rivals on some corpora."""
-    columns: dict[str, tuple[Study, str]] = {}
-    for corpus in corpora:
-        studies = {about: Study(results, corpus, measure) for measure, about in MEASURES.items()}
-        for size in SIZES:
-            columns |= {f"{corpus}, {size}, {about}": (study, size) for about, study in studies.items()}
-    return table(COMPARISONS[COMPARISONS.corpus == "pinned"], columns)
+MANY_PAIRS = 5
+"""The pairs of a mean whose standard deviation is stated."""
+
+
+def structure(results: Path, corpora: Sequence[str] = ("pinned", "pinned_earlier")) -> str:
+    """The paired differences of 2:4 masks and their rivals on some corpora, and how precise the means are."""
+    studies = {(corpus, measure): Study(results, corpus, measure) for corpus, measure in product(corpora, MEASURES)}
+    asked, columns, errors = COMPARISONS[COMPARISONS.corpus == "pinned"], dict[str, tuple[Study, str]](), list[str]()
+    pairs = [*zip(asked["layer"], asked["compared with"], strict=True)]
+    for corpus, size, (measure, about) in product(corpora, SIZES, MEASURES.items()):
+        study = studies[corpus, measure]
+        columns[f"{corpus}, {size}, {about}"] = study, size
+        found = [one for pair in pairs if (one := study.difference(*pair, size)) is not None]
+        if many := [one.error for one in found if one.pairs >= MANY_PAIRS]:
+            errors.append(f"{min(many):.4f} to {max(many):.4f} ({corpus}, {size}, {about})")
+    spread = f"Standard deviations of means of at least {MANY_PAIRS} pairs, in nats a byte: {', '.join(errors)}.\n\n"
+    return (spread if errors else "") + table(asked, columns)
 
 
 def averaged(results: Path) -> str:
