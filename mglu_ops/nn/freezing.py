@@ -82,8 +82,8 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
     Raises:
         TypeError: `model` is not an `nn.Module`, `replace` is not such a mapping, or a function did not return a
             module.
-        ValueError: the logits are sharded by `fully_shard` or offloaded by accelerate; the model has no module of a
-            class in `replace`; or the module to replace is the root of a compiled model.
+        ValueError: the logits are sharded by `fully_shard`, offloaded by accelerate or have an adapter of PEFT;
+            the model has no module of a class in `replace`; or the module to replace is the root of a compiled model.
     """
     check_model(model)
     changed = {
@@ -92,6 +92,7 @@ def freeze(model: nn.Module, *, replace: Replacements | None = None) -> nn.Modul
         if type(module) in (replace or ()) or (isinstance(module, MaskedLinear) and module.learnable_masks)
     }
     refuse_managed(model, changed, "logits", "freeze")
+    refuse_adapters(model, changed, LOGITS, "freeze")
     if replace is not None:
         model = replace_modules(model, replace)
     packed: dict[Tensor, Tensor] = {}
@@ -164,6 +165,17 @@ def refuse_managed(model: nn.Module, changed: Collection[nn.Module], what: str, 
             raise ValueError(
                 f"model: {name or 'it'} is offloaded by accelerate, so that the model does not hold its {what}; load "
                 f"it without a device_map that offloads, call {function}, save it, and load the saved model"
+            )
+
+
+def refuse_adapters(model: nn.Module, changed: Collection[nn.Module], parameter: str, function: str) -> None:
+    """Raise an error if an adapter of PEFT adds to a parameter of modules in `changed`, which it could not do later."""
+    wrapper = getattr(sys.modules.get("peft.tuners.lora.layer"), "ParamWrapper", ())
+    for name, module in model.named_modules():
+        if isinstance(module, wrapper) and module.parameter_name == parameter and module.get_base_layer() in changed:
+            raise ValueError(
+                f"model: {name or 'it'} is an adapter of PEFT for {parameter}, must be merged first; call "
+                f"merge_and_unload() and then {function}"
             )
 
 

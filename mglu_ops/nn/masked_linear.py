@@ -107,7 +107,15 @@ class MaskedLinear(StoredLinear):
         """Register a parameter. Packed masks become a buffer even if they come as a Parameter.
 
         Transformers assigns every DTensor as a Parameter.
+
+        Raises:
+            ValueError: the parameter is logits, and the module has packed masks, which it would go on using.
         """
+        if name == LOGITS and param is not None and self._buffers.get(PACKED) is not None:
+            raise ValueError(
+                f"{LOGITS}: got a parameter, must be None in a {type(self).__name__} with packed masks; construct one "
+                "with learnable_masks=True"
+            )
         if name == PACKED and param is not None:
             self.register_buffer(PACKED, param)
         else:
@@ -159,8 +167,8 @@ class MaskedLinear(StoredLinear):
         weight = self._parameters.get("weight")  # None if the weight is parametrized, and thus slow to compute
         is_dense = weight is not None and weight.dtype in FLOATING and self.weight_format == "dense"
         check_x(x, weight, self.in_features, takes_dtype=is_dense)  # if not is_dense, the operator checks x's dtype
-        if self.router is not None and not is_dense:
-            check_x(x, weight_of_linear(self.router), None)
+        if self.router is not None:
+            check_x(x, weight_of_linear(self.router), None, name="x of the router")
         if self.weight_format != "dense":
             self.check_pair()
 
@@ -204,12 +212,12 @@ class MaskedLinear(StoredLinear):
         """Return why this module cannot load the masks of a checkpoint, or None if it can."""
         logits_key, key = prefix + LOGITS, prefix + PACKED
         packed, has_logits = state_dict.get(key), logits_key in state_dict
-        if self.learnable_masks and packed is not None and not has_logits:
+        if self.learnable_masks and packed is not None:
             return (
                 f"{key}: the checkpoint holds packed masks, but this {type(self).__name__} learns its masks; "
                 "construct it with learnable_masks=False, or call mglu_ops.freeze(model) before loading"
             )
-        if not self.learnable_masks and packed is None and has_logits:
+        if not self.learnable_masks and has_logits:
             return (
                 f"{logits_key}: the checkpoint holds logits, but this {type(self).__name__} has packed masks; "
                 "construct it with learnable_masks=True, load, and then call mglu_ops.freeze(model)"

@@ -37,8 +37,10 @@ class MGLU(MaskedLinear):
 
     The weight of a layer with fixed masks may be stored in 8 or 4 bits. Its scales are then in `weight_scale`, also in
     the `state_dict`. `to(dtype)`, `half()` and similar methods cast neither weight nor scales. `load_state_dict`
-    refuses both if a dtype or a shape does not fit `weight_format`, or if one of the two is missing. After other
-    loaders, such as accelerate's, the layer refuses such a weight or scales when it is called.
+    refuses both if a dtype or a shape does not fit `weight_format`, or if one of the two is missing. Other loaders,
+    such as accelerate's and `torch.distributed.checkpoint`, cast tensors to the dtypes of the model, and skip those
+    that it lacks. After them, a call refuses a weight whose scales were not replaced, but nothing else can be detected:
+    load into a model that has the forms of masks and the formats of the checkpoint.
 
     Args:
         in_features: last size of x, at least 1.

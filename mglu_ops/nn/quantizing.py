@@ -14,7 +14,7 @@ from ..checks import FLOATING
 from ..formats import FORMATS, WeightFormat, check_activation_format, get_format
 from ..tensors import is_readable, whole
 from .arguments import check_columns, check_columns_of_ranks, check_dtype, check_model
-from .freezing import refuse_managed
+from .freezing import refuse_adapters, refuse_managed
 from .mask_logits import without_wrappers
 from .masked_linear import MaskedLinear
 from .mglu import MGLU
@@ -74,8 +74,9 @@ def quantize(
         TypeError: `model` is not an `nn.Module`, or `skip` is not a list of names.
         ValueError: there is no such format, or the two formats do not fit; a name in `skip` matches no `MGLU`; the
             model has no `MGLU`; or a layer that is not in `skip` learns its masks, is a `NaiveMGLU`, has another format
-            already, computes its weight from other tensors, has an in_features that the format cannot store, is sharded
-            by FSDP, is offloaded by accelerate, or has a weight that is NaN or infinite in float32.
+            already, computes its weight from other tensors, has an adapter of its weight or an in_features that the
+            format cannot store, is sharded by FSDP, is offloaded by accelerate, or has a weight that is NaN or infinite
+            in float32.
     """
     check_model(model)
     stored = [one.name for one in FORMATS.values() if not one.is_dense]
@@ -87,6 +88,7 @@ def quantize(
     for name, layer in layers.items():
         _check_layer(name or "it", layer, chosen)
     refuse_managed(model, set(layers.values()), "weight", "quantize")
+    refuse_adapters(model, set(layers.values()), "weight", "quantize")
     for name, layer in layers.items():
         if layer.weight_format != chosen.name:
             _check_values(name or "it", layer.weight)

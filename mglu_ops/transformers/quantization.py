@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
@@ -122,7 +123,8 @@ class MGLUQuantizer(HfQuantizer):
         return True
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
-        return dequantize(model, dtype=dtype)
+        # `save_pretrained` turns the dtype of a config into its name.
+        return dequantize(model, dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype)
 
 
 def stored_weights(config: Any) -> MGLUQuantizationConfig:

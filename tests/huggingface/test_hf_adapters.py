@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import warnings
 from pathlib import Path
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 import mglu_ops
 import mglu_ops.transformers as mt
-from mglu_ops.nn import MGLUExpertsFeedForward
+from mglu_ops.nn import MGLU, MGLUExpertsFeedForward
 from mglu_ops.nn.masked_linear import packed_logits
 from tests.support.hf_models import TOKENS, logits, mglus, tiny, tiny_swiglu
 
@@ -171,3 +172,21 @@ def test_other_adapters_cause_no_warning(settings: str) -> None:
 def test_freeze_asks_to_merge_first() -> None:
     with pytest.raises(TypeError, match=r"model: got PeftModel.*merge an adapter before \(merge_and_unload\)"):
         mt.freeze(adapted(tiny()))
+
+
+@pytest.mark.parametrize("parameter", ["mask_logits", "weight"])
+def test_masks_and_formats_ask_to_merge_the_adapter_of_their_parameter(parameter: str) -> None:
+    """Packing removes the logits, and rounding the weight, to which the adapter would be added later."""
+    model = nn.Sequential(MGLU(16, 8, learnable_masks=parameter == "mask_logits"))
+    settings = LoraConfig(r=2, target_modules=[], target_parameters=[f"0.{parameter}"], init_lora_weights=False)
+    peft_model = get_peft_model(model, settings)
+    x = torch.randn(3, 16)
+    expected = peft_model(x)
+    change = (
+        mglu_ops.freeze if parameter == "mask_logits" else functools.partial(mglu_ops.quantize, weight_format="fp8_row")
+    )
+    with pytest.raises(ValueError, match=rf"adapter of PEFT for {parameter}, must be merged first"):
+        change(peft_model)
+    torch.testing.assert_close(peft_model(x), expected)
+    merged = change(peft_model.merge_and_unload())
+    torch.testing.assert_close(merged(x), expected, rtol=0.1, atol=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,16 @@ def test_the_format_of_activations_comes_back(tmp_path: Path) -> None:
         MGLUQuantizationConfig("int8_row", activation_format="fp8_token")
 
 
-@pytest.mark.parametrize("dequantize", [mglu_ops.dequantize, lambda model: model.dequantize()])
+def dequantized_after_saving(model: Any) -> Any:
+    """Transformers' method. Saving a model replaces the dtype in its configuration by its name."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+    return model.dequantize()
+
+
+@pytest.mark.parametrize(
+    "dequantize", [mglu_ops.dequantize, lambda model: model.dequantize(), dequantized_after_saving]
+)
 def test_a_dequantized_model_is_saved_as_a_dense_one(dequantize: Callable[[Any], Any], tmp_path: Path) -> None:
     quantized("fp8_row").save_pretrained(tmp_path / "quantized")
     model = dequantize(load(tmp_path / "quantized"))

@@ -70,8 +70,20 @@ def test_wrong_input_is_named(name: str) -> None:
 def test_routers_of_quantized_layers_name_x_too(make: Callable[[], nn.Module]) -> None:
     layer = quantize(freeze(make()), "int8_row")
     for dtype in (torch.float64, torch.int64):
-        with pytest.raises(TypeError, match=rf"^x: got dtype {dtype}, must be the module's dtype torch\.float32"):
+        with pytest.raises(TypeError, match=rf"^x.*: got dtype {dtype}, must be the module's dtype torch\.float32"):
             layer(torch.ones(3, 16, dtype=dtype))
+
+
+def test_a_router_of_another_dtype_is_named() -> None:
+    layer = MGLU(16, 8, n_masks=2, top_k=1, dtype=torch.bfloat16)
+    layer.router.float()
+    x = torch.ones(3, 16, dtype=torch.bfloat16)
+    with pytest.raises(
+        TypeError, match=r"x of the router: got dtype torch\.bfloat16, must be .* torch\.float32, or use"
+    ):
+        layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).isfinite().all()
 
 
 def test_wrong_inputs_of_experts_and_of_down_projections_are_named() -> None:

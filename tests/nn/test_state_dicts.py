@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from mglu_ops.nn import MGLU, NaiveMGLU, SwiMGLU, freeze, parameter_groups
 
@@ -65,3 +66,19 @@ def test_dtypes_that_would_be_cast_are_refused(kind, name, options, dtype):
     assert "Missing" not in str(caught.value)
     assert str(caught.value).count("got dtype") == 1
     assert torch.equal(layer["layer"].get_parameter(name), before[f"layer.{name}"])
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_layer_with_both_forms_of_masks_is_refused(is_frozen: bool) -> None:
+    """It would go on using the packed masks, which are random if only the logits were loaded."""
+    learned, frozen = MGLU(8, 8), freeze(MGLU(8, 8))
+    both = {**learned.state_dict(), **frozen.state_dict()}
+    layer, problem = (frozen, "holds logits") if is_frozen else (learned, "holds packed masks")
+    with pytest.raises(RuntimeError, match=rf"the checkpoint {problem}, but this MGLU"):
+        layer.load_state_dict(both, strict=False)
+    if is_frozen:
+        with pytest.raises(ValueError, match="mask_logits: got a parameter, must be None in a MGLU with packed masks"):
+            layer.mask_logits = nn.Parameter(torch.ones(1, 8, 8))
+        options = StateDictOptions(full_state_dict=True, strict=False)
+        with pytest.raises(RuntimeError, match="holds logits"):
+            set_model_state_dict(layer, learned.state_dict(), options=options)
