@@ -37,7 +37,10 @@ def overwritten(tensor: Any, writer: Any) -> None:
 
 
 def opaque(*args: Any, **kwargs: Any) -> None:
-    """The target of nodes of the view for calls whose writes the view cannot express. Never called."""
+    """The target of nodes of the view for calls that it cannot express as functions of their inputs. Never called.
+
+    These are some writes, and calls whose results hold no gradient of the inputs (`View._is_cut`).
+    """
 
 
 class View:
@@ -57,7 +60,7 @@ class View:
         self._tensors: dict[Node, Node] = {}  # for a node that writes to a tensor and returns the tensor: the tensor
         self._latest: dict[Node, Node] = {}  # for a tensor, the last node that returns it
         self._current: dict[Node, Node] = {}  # for a tensor, the node of the view with its value at the last access
-        if self.memory.has_writes:
+        if self.memory.has_writes or any(map(self._is_cut, graph.nodes)):
             for node in graph.nodes:
                 self._copy(node)
         else:  # each node holds one value, so the graph is its own view
@@ -78,7 +81,7 @@ class View:
         self.origin[copy] = self.holders[copy] = node
         self._defined[copy] = position
         self._copied[copy] = (copy.args, copy.kwargs)
-        if writes and not is_function:
+        if (writes and not is_function) or self._is_cut(node):
             copy.op, copy.target = "call_function", opaque
         self._current[node] = copy
         if is_function:
@@ -96,6 +99,20 @@ class View:
             self._current[tensor], self.holders[leaf] = leaf, self._latest.get(tensor, tensor)
             self._defined[leaf] = self.memory.order[writer]
         return self._current[tensor]
+
+    def _is_cut(self, node: Node) -> bool:
+        """True if a node is read where gradients are recorded, and is a tensor whose own gradient was not recorded.
+
+        That is a view made under `no_grad`. Its `requires_grad` is True, but no gradient reaches the tensor behind it.
+        A call that returns its input itself, such as `contiguous`, counts too, although its gradient is not cut.
+        """
+        modes = self.memory.modes
+        if not node.op.startswith("call_") or modes[node].grad is not False:
+            return False
+        value = example(node)
+        results = value if isinstance(value, (tuple, list)) else (value,)
+        is_trained = any(isinstance(one, Tensor) and one.requires_grad for one in results)
+        return is_trained and any(modes[user].grad is not False for user in node.users)
 
     def _writes_a_function(self, node: Node) -> bool:
         """True if a node writes a function of a tensor's old value to all of the tensor, and the graph made the tensor.
@@ -148,7 +165,8 @@ class View:
         """
         effect = self.effect(node)
         is_call = node.op.startswith("call_") and not isinstance(node.target, torch._ops.HigherOrderOperator)
-        return node in self.origin and is_call and effect.is_known and not effect.draws
+        is_function = is_call and node.target is not opaque
+        return node in self.origin and is_function and effect.is_known and not effect.draws
 
     def is_constant(self, node: Node) -> bool:
         """True if nothing ever writes to the tensor of a node."""

@@ -14,7 +14,19 @@ from ..formulas import Formula
 from ..recognise import Recogniser
 from ..shapes import dimension, dims, dtype_of, has_one_element, has_shape, same_shape, tensor_example
 from ..symbols import Call, value_users
-from ..values import Activated, Bundle, Gated, MaskWeight, Product, Projection, Scalar, Term, Value, function_of
+from ..values import (
+    MOST_ITEMS,
+    Activated,
+    Bundle,
+    Gated,
+    MaskWeight,
+    Product,
+    Projection,
+    Scalar,
+    Term,
+    Value,
+    function_of,
+)
 from .base import bundle, each, pairwise, rule
 from .projections import same_operands, same_projection
 
@@ -256,11 +268,14 @@ def product_of_a_stack(recogniser: Recogniser, node: Node, call: Call) -> Value:
 
 
 def joined(recogniser: Recogniser, parts: Sequence[Value]) -> Gated | None:
-    """The sum of several sums, if all terms have one x, one weight and one activation; else None."""
+    """The sum of several sums, if all terms have one x, one weight and one activation; else None.
+
+    A sum that is added to itself has each term twice. So the number of terms is limited.
+    """
     sums = [part for part in parts if isinstance(part, Gated)]
-    terms = tuple(term for part in sums for term in part.terms)
-    if len(sums) < len(parts):
+    if len(sums) < len(parts) or sum(len(part.terms) for part in sums) > MOST_ITEMS:
         return None
+    terms = tuple(term for part in sums for term in part.terms)
     first, *others = terms
     unit, _ = formulas.unscaled(first.formula)
     alike = (formulas.unscaled(t.formula)[0] == unit and same_operands(recogniser, t.gate, first.gate) for t in others)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -26,13 +27,17 @@ _LONGEST_SUM = 16  # the most nodes to read: a straight-through mask is a short 
 _Term = tuple[float, float, Node]  # the coefficient in a sum's value, the one in its gradient, and the node
 
 
-def _linear_terms(recogniser: Recogniser, node: Node, are_shared_whole: bool) -> list[_Term] | None:
-    """The terms of a sum; None for a long sum. With `are_shared_whole`, a node with several users is one term."""
+def _linear_terms(recogniser: Recogniser, node: Node, are_shared_whole: bool) -> tuple[list[_Term], float] | None:
+    """The terms of a sum, and the largest machine epsilon of its partial sums; None for a long sum.
+
+    With `are_shared_whole`, a node with several users is one term.
+    """
     terms: dict[Hashable, tuple[float, float, Node]] = {}
+    rounding = 0.0
     pending: list[tuple[Any, float, bool]] = [(node, 1.0, True)]
     for _ in range(_LONGEST_SUM):
         if not pending:
-            return list(terms.values())
+            return list(terms.values()), rounding
         argument, sign, carries = pending.pop()
         if not isinstance(argument, Node):
             return None
@@ -43,6 +48,8 @@ def _linear_terms(recogniser: Recogniser, node: Node, are_shared_whole: bool) ->
         is_whole = are_shared_whole and argument is not node and len(argument.users) > 1
         if symbol in ("add", "sub") and not is_hard and not is_whole:
             left, right = operands
+            dtype = dtype_of(argument)
+            rounding = max(rounding, torch.finfo(dtype).eps if dtype is not None and dtype.is_floating_point else 0.0)
             pending += [(left, sign, carries), (right, sign if symbol == "add" else -sign, carries)]
         elif symbol == "detach" or (symbol == "neg" and not is_whole):
             (source,) = operands
@@ -64,24 +71,20 @@ def straight_through(recogniser: Recogniser, node: Node, call: Call) -> Value:
         return None
     # `soft` may itself be a sum, such as `logits - 0.1`. Then it has several users.
     sums = (_linear_terms(recogniser, node, are_shared_whole) for are_shared_whole in (True, False))
-    found = (_of_terms(recogniser, node, terms) for terms in sums if terms is not None)
+    found = (_of_terms(recogniser, node, *terms) for terms in sums if terms is not None)
     return next((value for value in found if value is not None), None)
 
 
-def _of_terms(recogniser: Recogniser, node: Node, terms: Sequence[_Term]) -> Value:
-    """A sum that is a mask with a gradient, from its terms."""
+def _of_terms(recogniser: Recogniser, node: Node, terms: Sequence[_Term], rounding: float) -> Value:
+    """A sum that is a mask with a gradient, from its terms and the machine epsilon of its rounding errors."""
     present = [(value, argument) for value, _, argument in terms if value != 0]
     differentiable = [(gradient, argument) for _, gradient, argument in terms if gradient != 0]
     if len(present) != 1:
         return None
     ((factor, source),) = present
     hard = recogniser.value(source)
-    if isinstance(hard, Levels) and factor == 1 and same_shape(node, source):
-        return hard  # not binary, and a site that uses it as a mask is refused for this reason
     if factor != 1 or not isinstance(hard, Binary) or not hard.is_mask or not same_shape(node, source):
         return None
-    dtype = dtype_of(node)
-    rounding = torch.finfo(dtype).eps if dtype is not None and dtype.is_floating_point else 0.0
     if not requires_grad(node):
         return replace(hard, slope=(0, 0), mask=replace(hard.mask, rounding=max(rounding, hard.mask.rounding)))
     # If `hard` is a complement, as `logits >= 0` is of `0 > logits`, make it a mask of its own.
@@ -136,8 +139,13 @@ def pointwise(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if functions:
         rounding = max(function.mask.rounding for function in functions.values())
         perturbed = [evaluate(node, _perturbed(operands, error), dtype) for error in _rounding_errors(rounding)]
-        if not all(other is not None and _is_close(other.values, result.values, rounding) for other in perturbed):
-            return None
+        # The straight-through sum of `logits > 0` and the logits has no errors that move it across a kink.
+        is_exact = all(one.mask.carrier is None or one.mask.carrier.logits is not None for one in functions.values())
+        for other in perturbed:
+            if other is None or not _is_close(other.values, result.values, rounding):
+                return None
+            if not is_exact and not all(map(_is_close, other.slopes, result.slopes, repeat(rounding))):
+                return None
         return _function_of_a_mask(node, functions, operands, result)
     if any(isinstance(value, Levels) for value in values):
         return of_levels(recogniser, node, result.values)

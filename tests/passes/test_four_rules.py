@@ -86,6 +86,10 @@ PROGRAMS: dict[tuple[str | None, str | None], tuple[str, ...]] = {
         # In inference the soft mask is unused, but its call decides which random numbers are drawn afterwards.
         "s = l * torch.bernoulli(torch.full_like(l, 0.5)); m = (l > 0).double() + s - s.detach(); "
         "(gated(x, w, m), torch.rand(3).double())",
+        "with torch.no_grad(): v = y[:, :1]; gated(x, w, m, ~m) * v",
+        "with torch.no_grad(): v = l.view(11, 11); gated(x, w, ste(v))",
+        # The sum is almost 1, so `q == 1` is a mask of its own.
+        "q = F.relu((torch.sign(l + 3) - l).detach() + l); gated(x, w, q == 1, q != 1)",
         # Rule 4: roles belong to a weight and a site.
         LOGITS_GATED_BY_THEMSELVES := "(gated(x, w, l > 0, ~(l > 0)), (l * sigmoid(l)).mean())",
     ),
@@ -100,6 +104,16 @@ PROGRAMS: dict[tuple[str | None, str | None], tuple[str, ...]] = {
         ),
         "trained = m.double() + l - l.detach(); m.logical_not_(); gated(x, w, trained)",
     ),
+    # A sum that is added to itself has twice as many terms, of which the pass reads a limited number.
+    ("takes at most 16", "takes at most 16"): ("y = gated(x, w, m, ~m)" + "; y = y + y" * 24 + "; y",),
+    # Rule 3: a view that is made under `no_grad` requires a gradient, but passes none on.
+    (None, "nothing proves"): (
+        "m = ste(l); with torch.no_grad(): m = m.t().t(); gated(x, w, m)",
+        # The gradient of `clamp` is 0 where rounding errors make the sum larger than 1.
+        "m = (((l > -0.5).double() - l).detach() + l).clamp(0, 1); gated(x, w, m)",
+    ),
+    (None, "different inputs"): ("with torch.no_grad(): v = x.view(11, 11); two(v, x.view(11, 11), w * m, w * ~m)",),
+    (None, "different weights"): ("with torch.no_grad(): v = w.view(11, 11); two(x, x, v * m, w.view(11, 11) * ~m)",),
     (None, "which backward needs"): (
         "y = gated(x, w, m, ~m); with torch.no_grad(): w.div_(w.norm()); y",
         # Autograd does not see this write, so eager's backward reads the new values.
