@@ -171,7 +171,7 @@ MEASURES = {"held_out": "held out", "train": "last text"}
 
 
 MANY_PAIRS = 5
-"""The pairs of a mean whose standard deviation is stated."""
+"""The least number of pairs of a mean whose standard deviation is stated."""
 
 
 def structure(results: Path, corpora: Sequence[str] = ("pinned", "pinned_earlier")) -> str:
@@ -184,8 +184,10 @@ def structure(results: Path, corpora: Sequence[str] = ("pinned", "pinned_earlier
         columns[f"{corpus}, {size}, {about}"] = study, size
         found = [one for pair in pairs if (one := study.difference(*pair, size)) is not None]
         if many := [one.error for one in found if one.pairs >= MANY_PAIRS]:
-            errors.append(f"{min(many):.4f} to {max(many):.4f} ({corpus}, {size}, {about})")
-    spread = f"Standard deviations of means of at least {MANY_PAIRS} pairs, in nats a byte: {', '.join(errors)}.\n\n"
+            errors.append(f"{max(many):.4f} ({corpus}, {size}, {about})")
+    spread = (
+        f"Largest standard deviation of a mean of at least {MANY_PAIRS} pairs, in nats a byte: {', '.join(errors)}.\n\n"
+    )
     return (spread if errors else "") + table(asked, columns)
 
 

@@ -139,12 +139,10 @@ def pointwise(recogniser: Recogniser, node: Node, call: Call) -> Value:
     if functions:
         rounding = max(function.mask.rounding for function in functions.values())
         perturbed = [evaluate(node, _perturbed(operands, error), dtype) for error in _rounding_errors(rounding)]
-        # The straight-through sum of `logits > 0` and the logits has no errors that move it across a kink.
-        is_exact = all(one.mask.carrier is None or one.mask.carrier.logits is not None for one in functions.values())
         for other in perturbed:
             if other is None or not _is_close(other.values, result.values, rounding):
                 return None
-            if not is_exact and not all(map(_is_close, other.slopes, result.slopes, repeat(rounding))):
+            if not all(map(_is_close, other.slopes, result.slopes, repeat(rounding))):
                 return None
         return _function_of_a_mask(node, functions, operands, result)
     if any(isinstance(value, Levels) for value in values):
@@ -229,7 +227,10 @@ def _with_error(value: Number, dtype: torch.dtype, error: float) -> Number:
 
 
 def _is_close(perturbed: Sequence[float], exact: Sequence[float], rounding: float) -> bool:
-    """True if rounding errors of the mask stay small in the result. A function like `m == 1` turns them into jumps."""
+    """True if rounding errors of the mask stay small in the result, or in its slopes.
+
+    A function like `m == 1` turns them into jumps, and the gradient of `clamp(m, 0, 1)` is 0 where m is above 1.
+    """
     return all(abs(a - b) <= 16 * rounding * (1 + abs(b)) for a, b in zip(perturbed, exact, strict=True))
 
 

@@ -111,6 +111,7 @@ PROGRAMS: dict[tuple[str | None, str | None], tuple[str, ...]] = {
         "m = ste(l); with torch.no_grad(): m = m.t().t(); gated(x, w, m)",
         # The gradient of `clamp` is 0 where rounding errors make the sum larger than 1.
         "m = (((l > -0.5).double() - l).detach() + l).clamp(0, 1); gated(x, w, m)",
+        "m = ((l > 0).double() + l - l.detach()).clamp(0, 1); gated(x, w, m)",
     ),
     (None, "different inputs"): ("with torch.no_grad(): v = x.view(11, 11); two(v, x.view(11, 11), w * m, w * ~m)",),
     (None, "different weights"): ("with torch.no_grad(): v = w.view(11, 11); two(x, x, v * m, w.view(11, 11) * ~m)",),
